@@ -1,0 +1,29 @@
+"""raggedright: ragged rollouts in, right batches out.
+
+    rows = Rows.from_jsonl("rows.jsonl")
+    plan = make_plan(rows, Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8))
+
+Importing this needs numpy alone.
+"""
+
+from raggedright.errors import ConfigError, RaggedRightError, RowsError
+from raggedright.plan.cut import Step
+from raggedright.plan.layout import Layout
+from raggedright.plan.measure import Imbalance, measure_imbalance
+from raggedright.plan.plan import Plan, make_plan
+from raggedright.plan.weights import token_weights
+from raggedright.rows import Rows
+
+__all__ = [
+    "ConfigError",
+    "Imbalance",
+    "Layout",
+    "Plan",
+    "RaggedRightError",
+    "Rows",
+    "RowsError",
+    "Step",
+    "make_plan",
+    "measure_imbalance",
+    "token_weights",
+]

@@ -1,0 +1,23 @@
+"""Array types, and the exact integer sum by group that numpy leaves to its callers."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Strings = NDArray[np.object_]
+
+
+def sum_by(group: Ints, values: Ints, num_groups: int) -> Ints:
+    """Sum of the values of each group, in int64 (bincount would go through float64)."""
+    sums = np.zeros(num_groups, dtype=np.int64)
+    np.add.at(sums, group, values)
+    return sums
+
+
+def max_by(group: Ints, values: Ints, num_groups: int) -> Ints:
+    """Largest value of each group; 0 for an empty one."""
+    largest = np.zeros(num_groups, dtype=np.int64)
+    np.maximum.at(largest, group, values)
+    return largest

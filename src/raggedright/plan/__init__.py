@@ -1,0 +1,1 @@
+"""From rows to a plan: layout, dealing to steps, packing, levelling, cutting, weights."""

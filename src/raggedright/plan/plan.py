@@ -1,0 +1,202 @@
+"""`make_plan`: which row goes to which step, rank and micro-batch, with which weight.
+
+A pure function of rows and layout: no I/O, no torch, no randomness beyond the seed, integer costs. Invariants, each a
+property test: every real row exactly once per epoch and role; optimizer steps fixed by the config (align steps); every
+rank has the same number of micro-batches in a step; no micro-batch above the budget; weights sum to what
+the mode declares; padding weighs zero and is as little as the alignment allows; no step on padding alone; the
+same plan for every order of the rows.
+
+Three roles, each with a cut of its own: `actor`, `critic` (when it trains), and `forward`, one pass over all rows
+for log-probs and the reference model, on the actor's ranks. Values follow the critic's own steps.
+
+The surprise: padding rows are shared. They are numbered from `len(rows)` anew in each role and epoch, so a batch
+holds only as many as the neediest pass.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from raggedright.arrays import Ints
+from raggedright.errors import ConfigError, RowsError
+from raggedright.plan.cut import Step, cut_by_rank, cut_freely, deal_to_ranks, join_steps
+from raggedright.plan.deal import deal_prompts, deal_rows, lcm_multiple, num_steps
+from raggedright.plan.layout import Layout
+from raggedright.plan.micro_batches import row_costs
+from raggedright.plan.weights import token_weights
+from raggedright.rows import Rows
+
+Role = Literal["actor", "critic", "forward"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The cuts of one batch, by role. `steps("actor")[0].micro_batch(dp_rank, slot)` are positions in `rows`."""
+
+    rows: Rows
+    layout: Layout
+    roles: Mapping[Role, tuple[Step, ...]]
+    dropped: Ints  # positions of rows over the budget, where over_long = "drop"
+    multiple: int | None  # what the row count is padded to a multiple of, under align lcm
+
+    def steps(self, role: Role) -> tuple[Step, ...]:
+        """The steps of a role, all epochs in order; `forward` has one."""
+        return self.roles[role]
+
+    @property
+    def trained_roles(self) -> tuple[Role, ...]:
+        """The roles that take optimizer steps, the actor first."""
+        return tuple(role for role in self.roles if role != "forward")
+
+    @cached_property
+    def num_padding_rows(self) -> int:
+        """Padding rows that the batch holds: what the neediest role and epoch asks for."""
+        last = max((int(step.row.max(initial=-1)) for steps in self.roles.values() for step in steps), default=-1)
+        return max(0, last + 1 - len(self.rows))
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Tokens of each row as it is collated, padding rows included."""
+        return _lengths(self.rows, self.layout, self.num_padding_rows)
+
+    @cached_property
+    def padded_rows(self) -> Rows:
+        """The rows and then the padding rows, so that every position in the plan is a row of it."""
+        return self.rows.with_padding(self.num_padding_rows, self.layout.min_row_tokens)
+
+    def digest(self) -> str:
+        """A hash of the whole plan, the same for every order of the rows; ranks compare it before they train."""
+        h = hashlib.sha256(repr(self.layout).encode())
+        by_name = np.argsort(self.rows.order, kind="stable")
+        for name in ("prompt", "session", "trajectory", "loss_tokens"):
+            h.update(repr(getattr(self.rows, name)[by_name].tolist()).encode())
+        number = np.append(self.rows.order, len(self.rows) + np.arange(self.num_padding_rows))
+        h.update(np.sort(number[self.dropped]).tobytes())
+        for role, steps in self.roles.items():
+            for step in steps:
+                h.update(f"{role} {step.epoch} {step.num_slots} {step.skipped}".encode())
+                for array in (number[step.row], step.weight, step.bounds):
+                    h.update(array.tobytes())
+        return h.hexdigest()
+
+
+def make_plan(rows: Rows, layout: Layout) -> Plan:
+    """Plan a batch. Padding rows among `rows` are set aside: the plan makes its own."""
+    real = np.flatnonzero(~rows.is_padding)
+    lengths = _lengths(rows, layout, 0)
+    dropped = _over_long(rows, real, lengths, layout)
+    planned = np.setdiff1d(real, dropped, assume_unique=True)
+    planned = planned[np.lexsort((rows.order[planned], -lengths[planned]))]
+    _check_cost(lengths[planned], layout)
+    multiple = lcm_multiple(layout) if layout.align == "lcm" else None
+    roles: dict[Role, tuple[Step, ...]] = {}
+    if layout.actor_trains:
+        roles["actor"] = _training_steps(rows, planned, lengths, layout, layout.mini_batch_size, multiple)
+    if layout.critic_mini_batch_size is not None:
+        roles["critic"] = _training_steps(rows, planned, lengths, layout, layout.critic_mini_batch_size, multiple)
+    first_epoch = [step for step in next(iter(roles.values())) if step.epoch == 0]
+    roles["forward"] = (_forward_pass(first_epoch, rows, layout),)
+    return Plan(rows, layout, roles, dropped, multiple)
+
+
+def _lengths(rows: Rows, layout: Layout, num_padding: int) -> Ints:
+    return np.append(np.maximum(rows.tokens, layout.min_row_tokens), np.full(num_padding, layout.min_row_tokens))
+
+
+def _over_long(rows: Rows, real: Ints, lengths: Ints, layout: Layout) -> Ints:
+    """Positions to drop; an error where the layout does not allow rows over the budget."""
+    budget = layout.micro_batch_tokens
+    over = real[lengths[real] > budget] if budget is not None else real[:0]
+    if len(over) and layout.over_long == "error":
+        first = over[np.argmin(rows.order[over])]
+        others = f", and so have {len(over) - 1:,} others" if len(over) > 1 else ""
+        raise RowsError(
+            f"row {rows.key[first]} has {lengths[first]:,} tokens and micro_batch_tokens is {budget:,}{others}; "
+            f"raise it to {lengths[over].max():,}, or set over_long = 'alone' or 'drop'"
+        )
+    return over if layout.over_long == "drop" else real[:0]
+
+
+def _check_cost(lengths: Ints, layout: Layout) -> None:
+    longest = int(lengths.max(initial=0))
+    dearest = longest * (layout.cost_linear + layout.cost_quadratic * longest)
+    if dearest * len(lengths) >= 2**62:
+        raise ConfigError(
+            f"cost_linear {layout.cost_linear:,} and cost_quadratic {layout.cost_quadratic:,} make a row of "
+            f"{longest:,} tokens cost {dearest:.1e}, too much to add up over {len(lengths):,} rows in 64 bits; "
+            "lower both in proportion"
+        )
+
+
+def _training_steps(
+    rows: Rows, planned: Ints, lengths: Ints, layout: Layout, mini_batch_size: int, multiple: int | None
+) -> tuple[Step, ...]:
+    """The steps of a role over all epochs, each epoch dealt anew."""
+    steps = []
+    for epoch in range(layout.epochs):
+        if multiple is None:
+            count = num_steps(layout, mini_batch_size)
+            step_of_row = deal_prompts(rows, planned, count, seed=layout.seed, epoch=epoch)
+            cuts = _cut_to_steps(rows, _split(planned, step_of_row, count), lengths, layout, epoch)
+        else:
+            rows_per_step = mini_batch_size * layout.rollout_n
+            count = multiple * -(-len(planned) // multiple) // rows_per_step
+            step_of_row = deal_rows(rows, planned, count, seed=layout.seed, epoch=epoch)
+            cuts = _cut_to_lcm(rows, _split(planned, step_of_row, count), rows_per_step, layout, epoch)
+        weights = token_weights(rows, layout.loss_agg, step=step_of_row, loss_norm_tokens=layout.loss_norm_tokens)
+        steps += [step.weighed(weights) for step in cuts]
+    return tuple(steps)
+
+
+def _split(planned: Ints, step_of_row: Ints, count: int) -> list[Ints]:
+    """The planned rows of each step, in their order."""
+    step = step_of_row[planned]
+    ends = np.cumsum(np.bincount(step, minlength=count))
+    return np.split(planned[np.argsort(step, kind="stable")], ends[:-1]) if count else []
+
+
+def _cut_to_steps(rows: Rows, rows_of_step: list[Ints], lengths: Ints, layout: Layout, epoch: int) -> list[Step]:
+    steps, first_padding = [], len(rows)
+    for row in rows_of_step:
+        step = cut_freely(row, lengths, layout, epoch=epoch, first_padding=first_padding)
+        first_padding += len(step.row) - len(row)
+        steps.append(step)
+    return steps
+
+
+def _cut_to_lcm(rows: Rows, rows_of_step: list[Ints], rows_per_step: int, layout: Layout, epoch: int) -> list[Step]:
+    """Equal row counts a step, equal over ranks within a step to one row and over the batch exactly."""
+    num_padding = rows_per_step * len(rows_of_step) - sum(map(len, rows_of_step))
+    lengths = _lengths(rows, layout, num_padding)
+    steps, first_padding = [], len(rows)
+    for number, row in enumerate(rows_of_step):
+        missing = rows_per_step - len(row)
+        row = np.append(row, first_padding + np.arange(missing))
+        first_padding += missing
+        costs = row_costs(lengths[row], layout)
+        ranks = deal_to_ranks(row, costs, layout.dp_size, first_rank=number * rows_per_step % layout.dp_size)
+        steps.append(cut_by_rank(ranks, lengths, layout, epoch=epoch, first_padding=None))
+    return steps
+
+
+def _forward_pass(steps: list[Step], rows: Rows, layout: Layout) -> Step:
+    """All rows once, each on its rank; fewer and fuller micro-batches than the steps' own where that is possible."""
+    if not steps:  # align lcm without rows
+        return cut_freely(np.empty(0, dtype=np.int64), rows.tokens, layout, epoch=0, first_padding=len(rows))
+    joined = join_steps(steps)
+    if len(steps) == 1 or joined.num_slots == 0:
+        return joined
+    lengths = _lengths(rows, layout, max(0, int(joined.row.max()) + 1 - len(rows)))
+    per_rank = np.split(joined.row, joined.bounds[joined.num_slots : -1 : joined.num_slots])
+    first_padding = None
+    if layout.align == "steps":  # steps' padding rows need no forward pass; lcm keeps its row count
+        first_padding = len(rows)
+        per_rank = [row[row < len(rows)] for row in per_rank]
+    name_order = np.append(rows.order, np.arange(len(rows), len(lengths)))
+    per_rank = [row[np.lexsort((name_order[row], -lengths[row]))] for row in per_rank]
+    repacked = cut_by_rank(per_rank, lengths, layout, epoch=0, first_padding=first_padding)
+    return repacked if repacked.num_slots < joined.num_slots else joined

@@ -1,0 +1,203 @@
+"""Rows: the numbers of a batch of trajectories, and nothing else. The planner sees only this.
+
+A struct of arrays in the caller's order. A row is named by (prompt, session, trajectory); its key is
+`prompt/session/trajectory`. Invariants, checked when Rows are made: no key twice, no negative count,
+loss_tokens <= response_tokens. Arrays are read-only.
+
+The surprise: `order` ranks the rows by name, so that whatever is decided with it does not depend on
+the order in which rows arrived.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from raggedright.arrays import Bools, Ints, Strings
+from raggedright.errors import RowsError
+from raggedright.records import COUNTS, FIELDS, LARGEST, check_record, parse_lines, too_many_loss_tokens
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Rows:
+    """A batch's rows as arrays of one length; make them with `from_columns`, `from_records` or `from_jsonl`."""
+
+    prompt: Strings
+    session: Ints
+    trajectory: Ints
+    prompt_tokens: Ints
+    response_tokens: Ints
+    loss_tokens: Ints
+    is_padding: Bools
+
+    order: Ints = field(init=False)  # place of each row among all rows sorted by name
+    prompt_index: Ints = field(init=False)  # prompts numbered in the order of their names
+    session_index: Ints = field(init=False)  # sessions numbered in the order of (prompt, session)
+
+    def __post_init__(self) -> None:
+        names = sorted(set(self.prompt.tolist()))
+        number = {name: i for i, name in enumerate(names)}
+        prompt_index = np.fromiter((number[p] for p in self.prompt.tolist()), dtype=np.int64, count=len(self.prompt))
+        by_name = np.lexsort((self.trajectory, self.session, prompt_index))
+        new_session = _changes(prompt_index[by_name]) | _changes(self.session[by_name])
+        twice = ~(new_session | _changes(self.trajectory[by_name]))
+        if twice.any():
+            i = int(by_name[np.flatnonzero(twice)[0]])
+            raise RowsError(f"row {self.key[i]} is given twice; a trajectory of a session has a number of its own")
+        order, session_index = np.empty_like(by_name), np.empty_like(by_name)
+        order[by_name] = np.arange(len(by_name))
+        session_index[by_name] = np.cumsum(new_session) - 1
+        for name, array in (("order", order), ("prompt_index", prompt_index), ("session_index", session_index)):
+            object.__setattr__(self, name, array)
+        for array in vars(self).values():
+            array.setflags(write=False)
+
+    @classmethod
+    def from_columns(
+        cls,
+        *,
+        prompt: Sequence[str] | Strings,
+        session: ArrayLike,
+        trajectory: ArrayLike,
+        prompt_tokens: ArrayLike,
+        response_tokens: ArrayLike,
+        loss_tokens: ArrayLike | None = None,
+        is_padding: ArrayLike | None = None,
+    ) -> "Rows":
+        """Rows from one array or list per field; `loss_tokens` defaults to `response_tokens`."""
+        prompts = np.array(prompt, dtype=object)
+        num_rows = len(prompts)
+        for i, name in enumerate(prompts.tolist()):
+            if not isinstance(name, str):
+                raise RowsError(f"row {i}: prompt is {name!r}; it takes a string")
+        given = (session, trajectory, prompt_tokens, response_tokens)
+        columns = {name: _counts(name, values, num_rows) for name, values in zip(COUNTS[:-1], given, strict=True)}
+        loss = response_tokens if loss_tokens is None else loss_tokens
+        columns["loss_tokens"] = _counts("loss_tokens", loss, num_rows)
+        over = np.flatnonzero(columns["loss_tokens"] > columns["response_tokens"])
+        if len(over):
+            i = int(over[0])
+            cause = too_many_loss_tokens(int(columns["loss_tokens"][i]), int(columns["response_tokens"][i]))
+            raise RowsError(f"row {i}: {cause}")
+        padding = np.zeros(num_rows, dtype=bool) if is_padding is None else np.array(is_padding)
+        if padding.shape != (num_rows,) or padding.dtype != np.bool_:
+            raise RowsError(
+                f"is_padding has shape {padding.shape} and type {padding.dtype}; it takes {num_rows} booleans"
+            )
+        return cls(prompt=prompts, is_padding=padding, **columns)
+
+    @classmethod
+    def from_records(cls, records: Iterable[Mapping[str, object]]) -> "Rows":
+        """Rows from one mapping per row, with the fields of a JSONL line."""
+        return cls._from_named((f"record {i}", record) for i, record in enumerate(records))
+
+    @classmethod
+    def from_jsonl(cls, source: str | PathLike[str] | TextIO) -> "Rows":
+        """Rows from a path or an open file with one JSON object a line; blank lines are passed over."""
+        if not isinstance(source, str | PathLike):
+            return cls._from_named(parse_lines(source))
+        with open(source, encoding="utf-8") as file:
+            return cls._from_named(parse_lines(file))
+
+    @classmethod
+    def _from_named(cls, named: Iterable[tuple[str, object]]) -> "Rows":
+        records = []
+        place: dict[tuple[str, int, int], str] = {}
+        for where, mapping in named:
+            record = check_record(where, mapping)
+            first = place.setdefault(record[:3], where)
+            if first != where:
+                key = "/".join(map(str, record[:3]))
+                raise RowsError(f"{where}: row {key} stands at {first} already; give each trajectory its own number")
+            records.append(record)
+        columns = zip(FIELDS, zip(*records, strict=True) if records else [()] * len(FIELDS), strict=True)
+        dtypes = {"prompt": object, "is_padding": bool}
+        return cls(**{name: np.array(column, dtype=dtypes.get(name, np.int64)) for name, column in columns})
+
+    def to_records(self) -> Iterator[dict[str, str | int | bool]]:
+        """One mapping per row; `is_padding` only where it is true."""
+        columns = [getattr(self, name).tolist() for name in FIELDS]
+        for *values, is_padding in zip(*columns, strict=True):
+            record = dict(zip(FIELDS[:-1], values, strict=True))
+            yield {**record, "is_padding": True} if is_padding else record
+
+    def to_jsonl(self, target: str | PathLike[str] | TextIO) -> None:
+        """Write one JSON object a line, in the rows' order."""
+        if isinstance(target, str | PathLike):
+            with open(target, "w", encoding="utf-8") as file:
+                self.to_jsonl(file)
+            return
+        target.writelines(json.dumps(record) + "\n" for record in self.to_records())
+
+    def take(self, positions: Ints | Bools) -> "Rows":
+        """The rows at these positions, in their order."""
+        return Rows(**{name: getattr(self, name)[positions] for name in FIELDS})
+
+    def with_padding(self, count: int, tokens: int) -> "Rows":
+        """These rows, then `count` padding rows of `tokens` tokens whose prompts are unlike any real one."""
+        prefix = "<padding>"
+        while any(name.startswith(prefix) for name in self.prompt.tolist()):
+            prefix = f"<{prefix}>"
+        zeros = np.zeros(count, dtype=np.int64)
+        ends: dict[str, np.ndarray] = {
+            "prompt": np.array([f"{prefix}{i}" for i in range(count)], dtype=object),
+            "session": zeros,
+            "trajectory": zeros,
+            "prompt_tokens": zeros + 1,
+            "response_tokens": zeros + (tokens - 1),
+            "loss_tokens": zeros,
+            "is_padding": np.ones(count, dtype=bool),
+        }
+        return Rows(**{name: np.concatenate((getattr(self, name), end)) for name, end in ends.items()})
+
+    @cached_property
+    def key(self) -> Strings:
+        """`prompt/session/trajectory` of each row."""
+        names = zip(self.prompt.tolist(), self.session.tolist(), self.trajectory.tolist(), strict=True)
+        return np.array([f"{p}/{s}/{t}" for p, s, t in names], dtype=object)
+
+    @property
+    def tokens(self) -> Ints:
+        """Prompt and response tokens of each row."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts have a row."""
+        return int(self.prompt_index.max(initial=-1)) + 1
+
+    @property
+    def num_sessions(self) -> int:
+        """How many sessions have a row."""
+        return int(self.session_index.max(initial=-1)) + 1
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def __repr__(self) -> str:
+        padding = f", {self.is_padding.sum():,} of them padding" if self.is_padding.any() else ""
+        return f"Rows({len(self):,} rows{padding}; {self.num_sessions:,} sessions of {self.num_prompts:,} prompts)"
+
+
+def _changes(values: Ints) -> Bools:
+    """True where a value differs from the one before it, and at the first."""
+    return np.concatenate((np.ones(min(1, len(values)), dtype=bool), values[1:] != values[:-1]))
+
+
+def _counts(name: str, values: ArrayLike, num_rows: int) -> Ints:
+    array = np.array(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.shape != (num_rows,):
+        raise RowsError(f"{name} has shape {array.shape} and prompt has {num_rows} rows; give one number a row")
+    if array.dtype.kind not in "iu":
+        raise RowsError(f"{name} has type {array.dtype}; it takes whole numbers")
+    bad = np.flatnonzero((array < 0) | (array > LARGEST))
+    if len(bad):
+        raise RowsError(f"row {bad[0]}: {name} is {array[bad[0]]:,}; it takes a whole number from 0 to {LARGEST:,}")
+    return array.astype(np.int64)

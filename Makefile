@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train test test-slow lint bench-plan picture clean
+.PHONY: help train test test-slow test-verl lint check-full bench-plan picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -12,18 +12,38 @@ train: .venv/installed ## the verification run: dp 2, 45 prompts x 8 sessions, m
 test: .venv/installed lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
-test-slow: .venv/installed ## the few tests that need minutes
+test-slow: .venv/installed test-verl ## the few tests that need minutes
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
+
+test-verl: .venv-verl/installed ## agreement with verl's own functions, in an environment of its own
+	PYTHONPATH=src .venv-verl/bin/python -m pytest -q tests/verl
+
+check-full: .venv/installed ## the exactness check over every combination (hours; `raggedright check` takes a minute)
+	$(BIN)/raggedright check --full
 
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --warnings
 
+bench-plan: .venv/installed .venv-verl/installed ## the planner's time and quality beside verl's, about two minutes (ARGS=--quick)
+	$(BIN)/python benchmarks/bench_plan.py $(ARGS)
+
+picture: .venv/installed ## the picture in the README, docs/plan.svg
+	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \
+	  --micro-batch-tokens 2048 --format svg > docs/plan.svg
+
 clean: ## remove the virtual environments and caches
 	rm -rf .venv .venv-verl .pytest_cache .ruff_cache .hypothesis build dist
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+# torch first and alone: an open range would pull gigabytes of CUDA. Peers that we compare with never enter .venv.
+.venv-verl/installed: constraints-verl.txt
+	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install -q -c constraints-verl.txt torch==2.13.0
+	.venv-verl/bin/pip install -q -c constraints-verl.txt verl==0.9.1 pytest hypothesis
 	touch $@

@@ -6,7 +6,9 @@
 Importing this needs numpy alone.
 """
 
+from raggedright.advantages import Scores, broadcast_to_rows, session_advantages
 from raggedright.errors import ConfigError, RaggedRightError, RowsError
+from raggedright.ledger import Ledger, LedgerError, Outcome, close_ledger
 from raggedright.plan.cut import Step
 from raggedright.plan.layout import Layout
 from raggedright.plan.measure import Imbalance, measure_imbalance
@@ -18,12 +20,19 @@ __all__ = [
     "ConfigError",
     "Imbalance",
     "Layout",
+    "Ledger",
+    "LedgerError",
+    "Outcome",
     "Plan",
     "RaggedRightError",
     "Rows",
     "RowsError",
+    "Scores",
     "Step",
+    "broadcast_to_rows",
+    "close_ledger",
     "make_plan",
     "measure_imbalance",
+    "session_advantages",
     "token_weights",
 ]

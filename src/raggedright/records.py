@@ -5,9 +5,9 @@ misspelt `loss_tokens`, which would silently fall back to its default, is refuse
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,17 +33,18 @@ COUNTS = FIELDS[1:-1]
 REQUIRED = FIELDS[:-2]
 
 
-def parse_lines(file: TextIO) -> Iterator[tuple[str, object]]:
+def parse_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[str, object]]:
     """Each line's place and what its JSON says; blank lines are passed over."""
-    i = 0
-    try:
-        for i, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"line {i}", json.loads(line)
-    except UnicodeDecodeError:
-        raise RowsError(f"line {i + 1}: not UTF-8 text; rows are JSON, one object a line") from None
-    except (ValueError, RecursionError) as error:
-        raise RowsError(f"line {i}: not JSON ({error}); one line is one row, an object") from None
+    for i, line in enumerate(lines, start=1):
+        try:
+            text = (line if isinstance(line, str) else line.decode()).removeprefix("\ufeff" if i == 1 else "").strip()
+            record = json.loads(text) if text else None
+        except UnicodeDecodeError:
+            raise RowsError(f"line {i}: not UTF-8 text; rows are JSON, one object a line") from None
+        except (ValueError, RecursionError) as error:
+            raise RowsError(f"line {i}: not JSON ({error}); one line is one row, an object") from None
+        if text:
+            yield f"line {i}", record
 
 
 def check_record(where: str, record: object) -> Record:
@@ -61,9 +62,9 @@ def check_record(where: str, record: object) -> Record:
     if "loss_tokens" in record:
         counts = [record[name] for name in COUNTS]
     else:
-        misspelt = get_close_matches("loss_tokens", [str(name) for name in record.keys() - set(FIELDS)], 1, 0.85)
-        if misspelt:
-            raise RowsError(f"{where}: field {misspelt[0]} is unknown; is it loss_tokens?")
+        others = {str(name).lower(): name for name in record if name not in FIELDS}
+        for match in get_close_matches("loss_tokens", others, n=1, cutoff=0.85):
+            raise RowsError(f"{where}: field {others[match]} is unknown; is it loss_tokens?")
         counts = [*(record[name] for name in COUNTS[:-1]), record["response_tokens"]]
     for name, value in zip(COUNTS, counts, strict=True):
         if type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value <= LARGEST:

@@ -70,11 +70,11 @@ class Rows:
         is_padding: ArrayLike | None = None,
     ) -> "Rows":
         """Rows from one array or list per field; `loss_tokens` defaults to `response_tokens`."""
-        prompts = np.array(prompt, dtype=object)
-        num_rows = len(prompts)
-        for i, name in enumerate(prompts.tolist()):
+        for i, name in enumerate(prompt):
             if not isinstance(name, str):
                 raise RowsError(f"row {i}: prompt is {name!r}; it takes a string")
+        prompts = np.array([str(name) for name in prompt], dtype=object)
+        num_rows = len(prompts)
         given = (session, trajectory, prompt_tokens, response_tokens)
         columns = {name: _counts(name, values, num_rows) for name, values in zip(COUNTS[:-1], given, strict=True)}
         loss = response_tokens if loss_tokens is None else loss_tokens
@@ -84,7 +84,7 @@ class Rows:
             i = int(over[0])
             cause = too_many_loss_tokens(int(columns["loss_tokens"][i]), int(columns["response_tokens"][i]))
             raise RowsError(f"row {i}: {cause}")
-        padding = np.zeros(num_rows, dtype=bool) if is_padding is None else np.array(is_padding)
+        padding = np.zeros(num_rows, dtype=bool) if is_padding is None or num_rows == 0 else np.array(is_padding)
         if padding.shape != (num_rows,) or padding.dtype != np.bool_:
             raise RowsError(
                 f"is_padding has shape {padding.shape} and type {padding.dtype}; it takes {num_rows} booleans"
@@ -97,11 +97,11 @@ class Rows:
         return cls._from_named((f"record {i}", record) for i, record in enumerate(records))
 
     @classmethod
-    def from_jsonl(cls, source: str | PathLike[str] | TextIO) -> "Rows":
-        """Rows from a path or an open file with one JSON object a line; blank lines are passed over."""
+    def from_jsonl(cls, source: str | PathLike[str] | Iterable[str | bytes]) -> "Rows":
+        """Rows from a path, or from the lines of an open file, one JSON object a line; blank lines are passed over."""
         if not isinstance(source, str | PathLike):
             return cls._from_named(parse_lines(source))
-        with open(source, encoding="utf-8") as file:
+        with open(source, "rb") as file:
             return cls._from_named(parse_lines(file))
 
     @classmethod
@@ -190,12 +190,14 @@ def _changes(values: Ints) -> Bools:
 
 
 def _counts(name: str, values: ArrayLike, num_rows: int) -> Ints:
-    array = np.array(values)
-    if array.size == 0:
-        array = array.astype(np.int64)
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=object)
     if array.shape != (num_rows,):
         raise RowsError(f"{name} has shape {array.shape} and prompt has {num_rows} rows; give one number a row")
-    if array.dtype.kind not in "iu":
+    if array.dtype == object:
+        for i, value in enumerate(array.tolist()):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise RowsError(f"row {i}: {name} is {value!r}; it takes a whole number from 0 to {LARGEST:,}")
+    elif array.dtype.kind not in "iu" and num_rows:
         raise RowsError(f"{name} has type {array.dtype}; it takes whole numbers")
     bad = np.flatnonzero((array < 0) | (array > LARGEST))
     if len(bad):

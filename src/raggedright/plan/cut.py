@@ -53,6 +53,11 @@ class Step:
         return self.dp_size * self.num_slots
 
     @property
+    def num_empty(self) -> int:
+        """Micro-batches without a row; only under align lcm, where the row count is fixed."""
+        return int((np.diff(self.bounds) == 0).sum())
+
+    @property
     def bins(self) -> Ints:
         """Number of the micro-batch (dp_rank * num_slots + slot) that each row is in."""
         return np.repeat(np.arange(self.num_micro_batches), np.diff(self.bounds))

@@ -7,6 +7,7 @@ integers over the sorted names, the same on every machine and for every order of
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raggedright.arrays import Ints
 from raggedright.plan.layout import Layout
@@ -46,12 +47,16 @@ def deal_rows(rows: Rows, planned: Ints, num_steps: int, *, seed: int, epoch: in
 
 
 def _shuffled_place(count: int, seed: int, epoch: int) -> Ints:
-    """Place of each of `count` prompts in a shuffled order: sorted by a hash of its number (splitmix64)."""
-    mask = (1 << 64) - 1
-    start = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) & mask)
-    x = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    """Place of each of `count` prompts in a shuffled order: sorted by a hash of its number."""
+    start = _mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(epoch))
+    place = np.empty(count, dtype=np.int64)
+    place[np.argsort(_mix(start + np.arange(count, dtype=np.uint64)), kind="stable")] = np.arange(count)
+    return place
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64: neighbouring numbers give unrelated ones."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    place = np.empty(count, dtype=np.int64)
-    place[np.argsort(x ^ (x >> np.uint64(31)), kind="stable")] = np.arange(count)
-    return place
+    return x ^ (x >> np.uint64(31))

@@ -17,7 +17,9 @@ LossAgg = Literal[
     "prompt-mean",
 ]
 
-_AT_LEAST_ZERO = ("cost_linear", "cost_quadratic", "seed")
+_CHOICES = {"align": Align, "collate": Collate, "over_long": OverLong, "loss_agg": LossAgg}
+_OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
+_LEAST = {"cost_linear": 0, "cost_quadratic": 0, "seed": 0, "min_row_tokens": 2}  # the others take 1 or more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +60,21 @@ class Layout:
         if self.micro_batch_tokens is None and self.micro_batch_rows is None:
             object.__setattr__(self, "micro_batch_tokens", 8192)
         for field in fields(self):
-            self._check_whole_number(field.name)
-        for name, choices in (("align", Align), ("collate", Collate), ("over_long", OverLong), ("loss_agg", LossAgg)):
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {', '.join(get_args(choices))}")
+            self._check(field.name, getattr(self, field.name))
         self._check_together()
 
-    def _check_whole_number(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool | str) or value is None:
-            return
-        least = 0 if name in _AT_LEAST_ZERO else 1
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least {least}")
+    def _check(self, name: str, value: object) -> None:
+        """One setting on its own."""
+        if name in _CHOICES:
+            if value not in get_args(_CHOICES[name]):
+                raise ConfigError(f"{name} is {value!r}; it takes one of {', '.join(get_args(_CHOICES[name]))}")
+        elif name == "actor_trains":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; it takes True or False")
+        elif not (value is None and name in _OPTIONAL):
+            least = _LEAST.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least {least}")
 
     def _check_together(self) -> None:
         if self.micro_batch_tokens is not None and self.micro_batch_rows is not None:
@@ -95,4 +99,4 @@ class Layout:
         """The most that a micro-batch holds, in tokens or rows, whichever the rule counts."""
         capacity = self.micro_batch_rows if self.micro_batch_tokens is None else self.micro_batch_tokens
         assert capacity is not None
-        return capacity
+        return min(capacity, 2**62)  # no more than an array holds, and no limit all the same

@@ -22,6 +22,10 @@ from raggedright.plan.packing import count_bins, first_fit_decreasing
 MANY_SLOTS = 400
 # Halvings of the capacity's slack when rows fit too tightly for plain levelling.
 TIGHTENINGS = 4
+# Bins, and the share of them that a round reaches, below which a heap is quicker than rounds of array operations.
+HEAP_BELOW = 32
+# A slot within a thousandth of level is left as it is.
+LEVEL_ENOUGH = 1_000
 
 
 def level(sizes: Ints, costs: Ints, packing: Ints, *, num_bins: int, width: int, capacity: int) -> Ints:
@@ -120,14 +124,32 @@ def _seed_slots(sizes: Ints, costs: Ints, num_bins: int, width: int, capacity: i
 
 
 def _longest_first(values: Ints, num_bins: int) -> Ints:
-    """Each row, in descending order, to the bin with the smallest sum so far."""
-    loads = list(range(num_bins))  # sum * num_bins + bin: one integer to compare
-    bins = []
-    for value in (values * num_bins).tolist():
-        lightest = loads[0]
-        bins.append(lightest % num_bins)
-        heapreplace(loads, lightest + value)
-    return np.array(bins, dtype=np.int64)
+    """Each row, in descending order, to the bin with the smallest sum so far.
+
+    The lightest bins take the next rows together, up to the first that would find a bin of this round lighter
+    again. Where rounds are short, a heap deals the rows that are left; both give the same answer.
+    """
+    bins = np.empty(len(values), dtype=np.int64)
+    values = values * num_bins
+    loads = np.arange(num_bins)  # ascending; sum * num_bins + bin: one integer to compare
+    dealt, worth_it = 0, num_bins >= HEAP_BELOW
+    while worth_it and dealt < len(values):
+        batch = values[dealt : dealt + num_bins]
+        before = loads[: len(batch)]
+        after = before + batch
+        too_late = before[1:] > np.minimum.accumulate(after)[:-1]
+        take = int(too_late.argmax()) + 1 if too_late.any() else len(batch)
+        bins[dealt : dealt + take] = before[:take] % num_bins
+        loads[:take] = after[:take]
+        loads.sort(kind="stable")
+        dealt, worth_it = dealt + take, take * HEAP_BELOW >= num_bins
+    heap, rest = loads.tolist(), []
+    for value in values[dealt:].tolist():
+        lightest = heap[0]
+        rest.append(lightest % num_bins)
+        heapreplace(heap, lightest + value)
+    bins[dealt:] = rest
+    return bins
 
 
 def _tighten(sizes: Ints, packing: Ints, num_bins: int, capacity: int) -> Ints:
@@ -150,9 +172,13 @@ def _level_slots(bins: Ints, sizes: Ints, costs: Ints, num_bins: int, width: int
     slot = bins // width
     order = np.argsort(slot, kind="stable")  # keeps the descending order of size within a slot
     ends = np.cumsum(np.bincount(slot, minlength=num_bins // width))
-    slot_cost = sum_by(bins, costs, num_bins).reshape(-1, width).max(axis=1)
+    bin_costs = sum_by(bins, costs, num_bins).reshape(-1, width)
+    slot_cost, mean = bin_costs.max(axis=1), bin_costs.sum(axis=1) // width
+    uneven = slot_cost - mean > mean // LEVEL_ENOUGH
     bins = bins.copy()
-    for j, rows in enumerate(np.split(order, ends[:-1])):
+    rows_of_slot = np.split(order, ends[:-1])
+    for j in np.flatnonzero(uneven).tolist():
+        rows = rows_of_slot[j]
         dealt = _dearest_first(sizes[rows], costs[rows], width, capacity)
         if dealt is not None and sum_by(dealt, costs[rows], width).max() < slot_cost[j]:
             bins[rows] = j * width + dealt

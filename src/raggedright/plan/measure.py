@@ -4,10 +4,12 @@
 slot with the mean one, which is the time lost when ranks run in lock-step. 1.0 is the limit of both.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raggedright.arrays import Ints
 from raggedright.plan.cut import Step
+from raggedright.plan.layout import Layout
 from raggedright.plan.micro_batches import micro_batch_costs, micro_batch_tokens
 from raggedright.plan.plan import Plan, Role
 
@@ -26,20 +28,20 @@ def tokens_of(plan: Plan, step: Step) -> Ints:
     return tokens.reshape(step.dp_size, step.num_slots)
 
 
-def costs_of(plan: Plan, step: Step) -> Ints:
-    """Cost of each micro-batch as collated, [dp_size, num_slots]."""
-    costs = micro_batch_costs(step.bins, plan.lengths[step.row], step.num_micro_batches, plan.layout)
-    return costs.reshape(step.dp_size, step.num_slots)
-
-
 def measure_imbalance(plan: Plan, role: Role | None = None) -> Imbalance:
     """Imbalance over all steps of a role, by default the first that trains."""
-    steps = plan.steps(role or plan.trained_roles[0])
-    costs = [costs_of(plan, step) for step in steps if not step.skipped]
-    total = sum(int(cost.sum()) for cost in costs)
-    if total == 0:
-        return Imbalance(1.0, 1.0)
-    mean = total / plan.layout.dp_size
-    rank = sum(int(cost.sum(axis=1).max()) for cost in costs)
-    slot = sum(int(cost.max(axis=0).sum()) for cost in costs)
-    return Imbalance(rank / mean, slot / mean)
+    return imbalance_of(plan.steps(role or plan.trained_roles[0]), plan.lengths, plan.layout)
+
+
+def imbalance_of(steps: Sequence[Step], lengths: Ints, layout: Layout) -> Imbalance:
+    """Imbalance over the steps that run; `lengths` has the tokens of every row and padding row as collated."""
+    total = rank = slot = 0
+    for step in steps:
+        if step.skipped:
+            continue
+        costs = micro_batch_costs(step.bins, lengths[step.row], step.num_micro_batches, layout)
+        costs = costs.reshape(step.dp_size, step.num_slots)
+        total += int(costs.sum())
+        rank += int(costs.sum(axis=1).max(initial=0))
+        slot += int(costs.max(axis=0).sum()) if step.num_slots else 0
+    return Imbalance(rank * layout.dp_size / total, slot * layout.dp_size / total) if total else Imbalance(1.0, 1.0)

@@ -58,14 +58,14 @@ def spread(lengths: Ints, packed: Ints, *, num_bins: int, width: int, layout: La
 def _sizes(lengths: Ints, layout: Layout) -> Ints:
     if layout.micro_batch_tokens is None:
         return np.ones(len(lengths), dtype=np.int64)
-    return np.minimum(lengths, layout.micro_batch_tokens)
+    return np.minimum(lengths, layout.capacity)
 
 
 def _take(lengths: Ints, layout: Layout) -> Ints:
     """How many rows fit a padded micro-batch that each row leads."""
     if layout.micro_batch_tokens is None:
         return np.full(len(lengths), layout.capacity)
-    return np.maximum(layout.capacity // np.maximum(lengths, 1), 1)
+    return np.maximum(layout.capacity // lengths, 1)
 
 
 def _spread_padded(costs: Ints, packed: Ints, take: Ints, num_bins: int, width: int) -> Ints:

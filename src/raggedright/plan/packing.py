@@ -16,10 +16,10 @@ import numpy as np
 
 from raggedright.arrays import Ints
 
-# Above this many rows the search for a tighter packing than first-fit-decreasing's is not worth its time:
-# one micro-batch in hundreds.
+# The search for a tighter packing than first-fit-decreasing's is for small steps, where one micro-batch in a few is
+# worth it, and looks at no more rows than this in all: a few milliseconds.
 SEARCH_MAX_ROWS = 256
-SEARCH_MAX_NODES = 4_000
+SEARCH_MAX_LOOKS = 30_000
 
 
 def pack(sizes: Ints, capacity: int, *, multiple: int) -> Ints:
@@ -29,7 +29,7 @@ def pack(sizes: Ints, capacity: int, *, multiple: int) -> Ints:
     fewest = -(-int(sizes.sum()) // capacity)
     if len(sizes) <= SEARCH_MAX_ROWS and -(-num_bins // multiple) > -(-fewest // multiple):
         tighter = fullest_bin_first(sizes, capacity)
-        if count_bins(tighter) < num_bins:
+        if tighter is not None and count_bins(tighter) < num_bins:
             return tighter
     return bins
 
@@ -82,18 +82,21 @@ def first_fit_decreasing(sizes: Ints, capacity: int) -> Ints:
     return np.repeat(np.array(filled, dtype=np.int64), np.array(given, dtype=np.int64))
 
 
-def fullest_bin_first(sizes: Ints, capacity: int) -> Ints:
+def fullest_bin_first(sizes: Ints, capacity: int, max_looks: int = SEARCH_MAX_LOOKS) -> Ints | None:
     """Bin of each row: each bin takes the largest row left and the set of others that leaves least room.
 
-    A bounded depth-first search per bin, so it is for a few hundred rows. It repairs first-fit-decreasing's
-    habit of pairing equals (4+4 beside 3+3+3 and 3, where 4+3+3 twice is full).
+    It repairs first-fit-decreasing's habit of pairing equals (4+4 beside 3+3+3 and 3, where 4+3+3 twice is full). None
+    where the search would look at more than `max_looks` rows.
     """
     bins = np.full(len(sizes), -1, dtype=np.int64)
     left = list(range(len(sizes)))
     values = sizes.tolist()
     number = 0
     while left:
-        chosen = _fullest([values[i] for i in left], capacity)
+        chosen, looks = _fullest([values[i] for i in left], capacity, max_looks)
+        max_looks -= looks
+        if max_looks <= 0:
+            return None
         bins[[left[j] for j in chosen]] = number
         taken = set(chosen)
         left = [i for j, i in enumerate(left) if j not in taken]
@@ -101,23 +104,23 @@ def fullest_bin_first(sizes: Ints, capacity: int) -> Ints:
     return bins
 
 
-def _fullest(values: list[int], capacity: int) -> list[int]:
-    """Positions, the first among them, whose sum comes closest to the capacity (values descend)."""
-    best, best_sum, nodes = [0], values[0], 0
+def _fullest(values: list[int], capacity: int, max_looks: int) -> tuple[list[int], int]:
+    """Positions, the first among them, whose sum comes closest to the capacity (values descend), and the looks."""
+    best, best_sum, looks = [0], values[0], 0
     stack = [([0], values[0])]
-    while stack and best_sum < capacity and nodes < SEARCH_MAX_NODES:
+    while stack and best_sum < capacity and looks < max_looks:
         chosen, total = stack.pop()
-        nodes += 1
         if total > best_sum:
             best, best_sum = chosen, total
         branches = []
         previous = 0
+        looks += len(values) - chosen[-1]
         for j in range(chosen[-1] + 1, len(values)):
             if values[j] != previous and total + values[j] <= capacity:
                 branches.append(([*chosen, j], total + values[j]))
             previous = values[j]
         stack.extend(reversed(branches))
-    return best
+    return best, looks
 
 
 def pack_padded(take: Ints) -> Ints:

@@ -28,6 +28,7 @@ from raggedright.plan.deal import deal_prompts, deal_rows, lcm_multiple, num_ste
 from raggedright.plan.layout import Layout
 from raggedright.plan.micro_batches import row_costs
 from raggedright.plan.weights import token_weights
+from raggedright.records import FIELDS
 from raggedright.rows import Rows
 
 Role = Literal["actor", "critic", "forward"]
@@ -72,7 +73,7 @@ class Plan:
         """A hash of the whole plan, the same for every order of the rows; ranks compare it before they train."""
         h = hashlib.sha256(repr(self.layout).encode())
         by_name = np.argsort(self.rows.order, kind="stable")
-        for name in ("prompt", "session", "trajectory", "loss_tokens"):
+        for name in FIELDS:
             h.update(repr(getattr(self.rows, name)[by_name].tolist()).encode())
         number = np.append(self.rows.order, len(self.rows) + np.arange(self.num_padding_rows))
         h.update(np.sort(number[self.dropped]).tobytes())
@@ -110,7 +111,7 @@ def _lengths(rows: Rows, layout: Layout, num_padding: int) -> Ints:
 def _over_long(rows: Rows, real: Ints, lengths: Ints, layout: Layout) -> Ints:
     """Positions to drop; an error where the layout does not allow rows over the budget."""
     budget = layout.micro_batch_tokens
-    over = real[lengths[real] > budget] if budget is not None else real[:0]
+    over = real[lengths[real] > layout.capacity] if budget is not None else real[:0]
     if len(over) and layout.over_long == "error":
         first = over[np.argmin(rows.order[over])]
         others = f", and so have {len(over) - 1:,} others" if len(over) > 1 else ""
@@ -199,4 +200,4 @@ def _forward_pass(steps: list[Step], rows: Rows, layout: Layout) -> Step:
     name_order = np.append(rows.order, np.arange(len(rows), len(lengths)))
     per_rank = [row[np.lexsort((name_order[row], -lengths[row]))] for row in per_rank]
     repacked = cut_by_rank(per_rank, lengths, layout, epoch=0, first_padding=first_padding)
-    return repacked if repacked.num_slots < joined.num_slots else joined
+    return min(joined, repacked, key=lambda step: (step.num_slots, step.num_empty))

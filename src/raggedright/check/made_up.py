@@ -1,0 +1,113 @@
+"""A made-up batch for a model: ragged sessions with tokens, masks, log-probs, advantages, and images in some rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from raggedright.check.models import has_vision
+from raggedright.check.reference import row_outputs
+from raggedright.rows import Rows
+
+TokenFields = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """Rows, and the fields of each."""
+
+    rows: Rows
+    fields: list[TokenFields]
+
+
+def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed: int = 0) -> MadeUp:
+    """Sessions of 0 to 3 rows; some rows without loss tokens, some with observations, some with images.
+
+    Old and reference log-probs lie near the model's own, so that ratios lie about 1 and some are clipped.
+    """
+    rng = np.random.default_rng(seed)
+    config = model.config
+    assert isinstance(config, PretrainedConfig)
+    vocab = min(getattr(config, "vocab_size", None) or config.get_text_config().vocab_size, 32)
+    records, fields = [], []
+    for prompt in range(num_prompts):
+        for session in range(int(rng.integers(2, 4))):
+            for trajectory in range(int(rng.integers(0, 4))):
+                row = _row(rng, config, vocab, dtype)
+                mask = row["response_mask"]
+                assert isinstance(mask, Tensor)
+                total = len(row["input_ids"])  # pyright: ignore[reportArgumentType]
+                records.append(
+                    {
+                        "prompt": f"p{prompt}",
+                        "session": session,
+                        "trajectory": trajectory,
+                        "prompt_tokens": total - len(mask),
+                        "response_tokens": len(mask),
+                        "loss_tokens": int(mask.sum()),
+                    }
+                )
+                fields.append(row)
+    rows = Rows.from_records(records)
+    with torch.no_grad():
+        for i, row in enumerate(fields):
+            log_probs, _ = row_outputs(model, rows, i, row)
+            row["old_log_probs"] = log_probs + row.pop("old_noise")
+            row["ref_log_prob"] = log_probs + row.pop("ref_noise")
+            row["rollout_log_probs"] = log_probs + row.pop("rollout_noise")
+    return MadeUp(rows, fields)
+
+
+def _row(rng: np.random.Generator, config: PretrainedConfig, vocab: int, dtype: torch.dtype) -> TokenFields:
+    prompt, response = int(rng.integers(1, 6)), int(rng.integers(1, 8))
+    ids = torch.from_numpy(rng.integers(0, vocab, prompt + response))
+    kind = rng.integers(0, 6)
+    mask = torch.ones(response, dtype=torch.long)
+    if kind == 0:
+        mask[:] = 0  # nothing to learn from
+    elif kind == 1:
+        mask[1 : response // 2 + 1] = 0  # an observation in the middle
+    row: TokenFields = {"input_ids": ids, "response_mask": mask}
+    if has_vision(config):
+        row |= _image(rng, config, ids, response, dtype) if rng.integers(0, 2) else {}
+        row.setdefault("position_ids", torch.arange(prompt + response).expand(3, -1))
+        row.setdefault("multi_modal_inputs", {})
+    noise = torch.from_numpy(rng.normal(size=(6, response))).to(dtype)
+    row |= {
+        "old_noise": 0.3 * noise[0],
+        "ref_noise": 0.2 * noise[1],
+        "rollout_noise": 0.1 * noise[2],
+        "advantages": noise[3],
+        "returns": noise[4],
+        "old_values": 0.5 * noise[5],
+    }
+    return row
+
+
+def _image(
+    rng: np.random.Generator, config: PretrainedConfig, ids: Tensor, response: int, dtype: torch.dtype
+) -> TokenFields:
+    """An image of one or two merged patches in front of the prompt, with the positions that the model gives it."""
+    merge, patch = config.vision_config.spatial_merge_size, config.vision_config.patch_size
+    height, width = merge, merge * int(rng.integers(1, 3))
+    num_tokens = height * width // merge**2
+    start, image, end = config.vision_start_token_id, config.image_token_id, config.vision_end_token_id
+    ids = torch.cat((torch.tensor([start, *[image] * num_tokens, end]), ids))
+    pixels = 3 * config.vision_config.temporal_patch_size * patch**2
+    rows, columns = torch.arange(height // merge), torch.arange(width // merge)
+    grid = torch.stack(
+        (rows.repeat_interleave(len(columns)) * 0, rows.repeat_interleave(len(columns)), columns.repeat(len(rows)))
+    )
+    after = int(grid.max()) + 1
+    text = torch.arange(len(ids) - 1 - num_tokens)
+    positions = torch.cat((torch.zeros(3, 1, dtype=torch.long), 1 + grid, (1 + after + text).expand(3, -1)), dim=1)
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "multi_modal_inputs": {
+            "pixel_values": torch.from_numpy(rng.normal(size=(height * width, pixels))).to(dtype),
+            "image_grid_thw": torch.tensor([[1, height, width]]),
+        },
+    }

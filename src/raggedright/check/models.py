@@ -1,0 +1,93 @@
+"""Models to check with: tiny ones made on the spot, or a model directory of the user's."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+)
+
+from raggedright.errors import ConfigError
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_TEXT = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+
+
+def _qwen3() -> PretrainedConfig:
+    return AutoConfig.for_model("qwen3", **_TEXT)
+
+
+def _qwen3_moe() -> PretrainedConfig:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    return AutoConfig.for_model("qwen3_moe", **_TEXT, **experts)
+
+
+def _qwen3_vl() -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    ids = {"image_token_id": 35, "video_token_id": 36, "vision_start_token_id": 37, "vision_end_token_id": 38}
+    return AutoConfig.for_model("qwen3_vl", text_config={**_TEXT, "rope_parameters": rope}, vision_config=vision, **ids)
+
+
+BUILTIN: dict[str, Callable[[], PretrainedConfig]] = {"qwen3": _qwen3, "qwen3-moe": _qwen3_moe, "qwen3-vl": _qwen3_vl}
+
+
+def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) -> nn.Module:
+    """An actor, or a critic with one output per token, in evaluation mode (no dropout) with gradients."""
+    torch.manual_seed(seed)
+    config = _config(name)
+    # Grouped matrix products have no float64 kernel.
+    config._experts_implementation = "eager"
+    if critic:
+        config.num_labels = 1
+        kind = AutoModelForTokenClassification
+    else:
+        kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+    if name in BUILTIN:
+        model = kind.from_config(config)
+    else:
+        model = kind.from_pretrained(name, config=config)
+    return nn.Module.to(model, DTYPES[dtype]).eval()
+
+
+def has_vision(config: PretrainedConfig) -> bool:
+    """Whether rows of this model can carry images."""
+    return hasattr(config, "vision_config")
+
+
+def _config(name: str) -> PretrainedConfig:
+    if name in BUILTIN:
+        return BUILTIN[name]()
+    if not (Path(name) / "config.json").is_file():
+        raise ConfigError(
+            f"--model {name}: not one of {', '.join(BUILTIN)} and not a model directory (it has no config.json)"
+        )
+    return AutoConfig.from_pretrained(name)

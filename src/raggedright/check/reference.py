@@ -1,0 +1,113 @@
+"""The plain way: every row alone through the model, and each mean written out as its name says.
+
+It shares nothing with the plan, the collation, the weights or the losses that it is compared with: no packing, no
+padding, no weights fixed beforehand. Slow and obvious on purpose.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from raggedright.rows import Rows
+
+if TYPE_CHECKING:
+    from raggedright.check.cases import Case
+    from raggedright.check.made_up import MadeUp, TokenFields
+
+CLIP_LOW, CLIP_HIGH, VALUE_CLIP, KL_COEF, ENTROPY_COEF, NORM_TOKENS = 0.2, 0.28, 0.2, 0.1, 0.05, 16
+
+
+def row_outputs(model: nn.Module, rows: Rows, i: int, row: "TokenFields") -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the row's response tokens; for a critic, values in place of the first."""
+    media = row.get("multi_modal_inputs") or {}
+    assert isinstance(media, dict)
+    assert isinstance(row["input_ids"], Tensor)
+    ids = row["input_ids"][None]
+    positions = row.get("position_ids")
+    if isinstance(positions, Tensor):
+        media = {**media, "position_ids": positions[:, None]}
+    logits = model(input_ids=ids, use_cache=False, **media).logits[0]
+    response = int(rows.response_tokens[i])
+    logits = logits[len(logits) - response - 1 : len(logits) - 1]
+    if logits.shape[-1] == 1:
+        return logits[:, 0], logits[:, 0].detach()
+    log_probs = logits - logits.logsumexp(-1, keepdim=True)
+    labels = ids[0, len(ids[0]) - response :]
+    return log_probs[torch.arange(response), labels], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def reference_step(
+    model: nn.Module, made_up: "MadeUp", positions: Sequence[int], case: "Case"
+) -> tuple[Tensor, dict[str, float]]:
+    """Objective of a step over these rows, and its metrics."""
+    losses: dict[int, Tensor] = {}
+    metrics: dict[str, list[Tensor]] = {}
+    for i in positions:
+        row = made_up.fields[i]
+        mask = row["response_mask"]
+        assert isinstance(mask, Tensor)
+        if mask.sum() == 0:
+            continue
+        outputs, entropy = row_outputs(model, made_up.rows, i, row)
+        tokens = {name: value[mask.bool()] for name, value in row.items() if _per_response(value, mask)}
+        loss, row_metrics = _row_losses(outputs[mask.bool()], entropy[mask.bool()], tokens, case)
+        losses[i] = loss
+        for name, value in row_metrics.items():
+            metrics.setdefault(name, []).append(value.detach())
+    means = {name: torch.cat(values).mean().item() for name, values in metrics.items()}
+    return _aggregate(losses, made_up.rows, case.loss_agg), means
+
+
+def _per_response(value: object, mask: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == mask.shape
+
+
+def _row_losses(
+    outputs: Tensor, entropy: Tensor, row: dict[str, Tensor], case: "Case"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Per-token losses of one row's loss tokens, and the per-token metrics."""
+    if case.critic:
+        old, returns = row["old_values"], row["returns"]
+        clipped = torch.maximum(torch.minimum(outputs, old + VALUE_CLIP), old - VALUE_CLIP)
+        plain, bounded = (outputs - returns) ** 2, (clipped - returns) ** 2
+        return torch.maximum(plain, bounded) / 2, {"critic/vf_clipfrac": (bounded > plain).double()}
+    old, advantage = row["old_log_probs"], row["advantages"]
+    log_ratio = outputs - old
+    metrics = {"actor/ppo_kl": -log_ratio, "actor/entropy": entropy}
+    if case.loss == "reinforce":
+        loss = -advantage * outputs
+    else:
+        if case.loss == "gspo":
+            log_ratio = outputs - outputs.detach() + log_ratio.mean().detach()
+        ratio = log_ratio.exp()
+        plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        loss = torch.maximum(plain, bounded)
+        metrics["actor/pg_clipfrac"] = (bounded > plain).double()
+    difference = outputs - row["ref_log_prob"]
+    if case.kl == "k1":
+        loss = loss + KL_COEF * difference
+    elif case.kl == "k2":
+        loss = loss + KL_COEF * difference**2 / 2
+    elif case.kl == "k3":
+        loss = loss + KL_COEF * (torch.exp(-difference) - 1 + difference)
+    if case.entropy:
+        loss = loss - ENTROPY_COEF * entropy
+    return loss, metrics
+
+
+def _aggregate(losses: dict[int, Tensor], rows: Rows, loss_agg: str) -> Tensor:
+    """The mean that the mode's name says, over rows that have loss tokens."""
+    if loss_agg in ("session-mean", "prompt-mean"):
+        group_of = rows.session_index if loss_agg == "session-mean" else rows.prompt_index
+        groups: dict[int, list[Tensor]] = {}
+        for i, loss in losses.items():
+            groups.setdefault(int(group_of[i]), []).append(loss)
+        return torch.stack([torch.cat(group).mean() for group in groups.values()]).mean()
+    if loss_agg == "token-mean":
+        return torch.cat(list(losses.values())).mean()
+    if loss_agg == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in losses.values()]).mean()
+    sums = torch.stack([loss.sum() for loss in losses.values()]).mean()
+    return sums / NORM_TOKENS if loss_agg == "seq-mean-token-sum-norm" else sums

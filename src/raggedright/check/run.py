@@ -1,0 +1,191 @@
+"""Run a case both ways and compare: gradient of every step, and every metric.
+
+Ranks run one after another here, their gradients added up, as a summed all-reduce would. The error is the norm of the
+difference over the norm of the reference, over all parameters (absolute where the reference is zero), the largest over
+the steps.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raggedright.check.cases import CUTS, Case
+from raggedright.check.made_up import MadeUp, make_up
+from raggedright.check.models import DTYPES, has_vision, load_model
+from raggedright.check.reference import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    ENTROPY_COEF,
+    KL_COEF,
+    NORM_TOKENS,
+    VALUE_CLIP,
+    reference_step,
+)
+from raggedright.plan.cut import Step
+from raggedright.plan.plan import Role, make_plan
+from raggedright.tensors.batch import TensorBatch
+from raggedright.tensors.collate import Collator, MicroBatch
+from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
+from raggedright.tensors.media import image_filler
+from raggedright.tensors.schema import infer_schema
+
+ACTOR_FIELDS = ("old_log_probs", "ref_log_prob", "advantages")
+CRITIC_FIELDS = ("old_values", "returns")
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How far a case is from the plain way."""
+
+    case: Case
+    padding_rows: int
+    rel_error: float
+    metric_drift: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are within the tolerance of the dtype."""
+        return max(self.rel_error, self.metric_drift) <= TOLERANCE[self.case.dtype]
+
+
+def run_case(case: Case) -> Result:
+    """Compare every step of the case's plan with the same rows run one by one."""
+    model, made_up = load_case(case)
+    batch = batch_of(case, made_up, model)
+    errors, drifts = [0.0], [0.0]
+    for step in batch.plan.steps(role_of(case)):
+        if step.skipped:
+            continue
+        totals = [run_rank(model, batch, step, dp_rank, case) for dp_rank in range(case.dp)]
+        gradient, metrics = take_gradient(model), add_metrics(totals)
+        expected, expected_metrics = run_reference(model, made_up, batch, step, case)
+        errors.append(relative_error(gradient, expected))
+        drifts += [relative_drift(metrics[name], value) for name, value in expected_metrics.items()]
+    return Result(case, batch.plan.num_padding_rows, max(errors), max(drifts))
+
+
+def role_of(case: Case) -> Role:
+    """The role whose steps the case takes."""
+    return "critic" if case.critic else "actor"
+
+
+@lru_cache(maxsize=16)
+def _load(model: str, dtype: str, critic: bool) -> tuple[nn.Module, MadeUp]:
+    loaded = load_model(model, dtype, critic=critic)
+    return loaded, make_up(loaded, DTYPES[dtype])
+
+
+def load_case(case: Case) -> tuple[nn.Module, MadeUp]:
+    """The model and the made-up batch of a case, made once for all cases that share them."""
+    return _load(case.model, case.dtype, case.critic)
+
+
+def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
+    """The made-up rows in the case's order, planned and ready to run."""
+    order = np.arange(len(made_up.rows))
+    if case.order:
+        order = np.random.default_rng(case.order).permutation(order)
+    layout = replace(
+        CUTS[case.cut],
+        dp_size=case.dp,
+        align=case.align,
+        collate=case.collate,
+        loss_agg=case.loss_agg,
+        loss_norm_tokens=NORM_TOKENS,
+    )
+    rows, fields = made_up.rows.take(order), [made_up.fields[i] for i in order]
+    plan = make_plan(rows, layout)
+    vision = has_vision(model.config)  # pyright: ignore[reportArgumentType]
+    collator = Collator(
+        how=layout.collate,
+        token_id=0,
+        min_row_tokens=layout.min_row_tokens,
+        mrope=vision,
+        image_filler=image_filler(model.config) if vision else None,
+    )
+    return TensorBatch.of(plan, fields, infer_schema(rows, fields), collator)
+
+
+def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, case: Case) -> dict[str, Tensor]:
+    """Add one rank's share of a step's gradient to the model's, and return its share of the metrics."""
+    totals: dict[str, Tensor] = {}
+    names = CRITIC_FIELDS if case.critic else ACTOR_FIELDS
+    for _, micro in batch.micro_batches(step, dp_rank, names):
+        sums = _critic_loss(model, micro) if case.critic else _actor_loss(model, micro, case)
+        sums.loss.backward()
+        totals = add_metrics([totals, sums.metrics])
+    return totals
+
+
+def _critic_loss(model: nn.Module, micro: MicroBatch) -> Sums:
+    fields = micro.fields
+    return value_loss(
+        forward_values(model, micro), fields["old_values"], fields["returns"], micro.weights, clip=VALUE_CLIP
+    )
+
+
+def _actor_loss(model: nn.Module, micro: MicroBatch, case: Case) -> Sums:
+    assert case.loss != "value"
+    log_probs, entropy = forward_log_probs(model, micro)
+    old, advantages, weights = micro.fields["old_log_probs"], micro.fields["advantages"], micro.weights
+    policy = policy_loss(log_probs, old, advantages, weights, kind=case.loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    bonus = entropy_loss(entropy, weights)
+    loss, metrics = policy.loss, {**policy.metrics, **bonus.metrics}
+    if case.entropy:
+        loss = loss - ENTROPY_COEF * bonus.loss
+    if case.kl != "none":
+        penalty = kl_loss(log_probs, micro.fields["ref_log_prob"], weights, kind=case.kl)
+        loss, metrics = loss + KL_COEF * penalty.loss, {**metrics, **penalty.metrics}
+    return Sums(loss, metrics)
+
+
+def run_reference(
+    model: nn.Module, made_up: MadeUp, batch: TensorBatch, step: Step, case: Case
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Gradient and metrics of the step's real rows, the plain way."""
+    keys = {key: i for i, key in enumerate(made_up.rows.key)}
+    real = step.row[step.row < len(batch.plan.rows)]
+    objective, metrics = reference_step(model, made_up, [keys[key] for key in batch.plan.rows.key[real]], case)
+    objective.backward()
+    return take_gradient(model), metrics
+
+
+def take_gradient(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter that has one, taken off the model."""
+    gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradient
+
+
+def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of micro-batches or ranks add up."""
+    totals: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = totals[name] + value if name in totals else value
+    return totals
+
+
+def relative_error(gradient: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Norm of the difference over the norm of what is expected; a parameter without a gradient has zero."""
+    difference = total = 0.0
+    for name in gradient.keys() | expected.keys():
+        ours, theirs = gradient.get(name), expected.get(name)
+        known = ours if theirs is None else theirs
+        assert known is not None
+        zero = torch.zeros_like(known)
+        ours, theirs = (zero if x is None else x.double() for x in (ours, theirs))
+        difference += float((ours - theirs).square().sum())
+        total += float(theirs.square().sum())
+    return (difference / total) ** 0.5 if total else difference**0.5
+
+
+def relative_drift(value: Tensor, expected: float) -> float:
+    """Difference over the expected value, absolute where that is below one."""
+    return abs(float(value) - expected) / max(1.0, abs(expected))

@@ -1,0 +1,35 @@
+"""The command line: one module per subcommand. Bad input is one sentence and exit code 1, wrong usage exit code 2."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from raggedright.cli import plan
+from raggedright.errors import RaggedRightError
+
+EXIT_BAD_INPUT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; what goes wrong is said in a sentence on standard error."""
+    parser = argparse.ArgumentParser(
+        prog="raggedright",
+        description="Ragged rollouts in, right batches out.",
+        epilog="raggedright COMMAND --help has examples.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    plan.add_command(commands)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except RaggedRightError as error:
+        print(f"raggedright: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0

@@ -1,0 +1,130 @@
+"""`raggedright plan ROWS.jsonl`: plan a batch without a model, to look at it or to compare alignments."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import get_args
+
+from rich.console import Console
+
+from raggedright.errors import ConfigError, RowsError
+from raggedright.ledger import close_ledger
+from raggedright.plan.layout import Align, Collate, Layout, LossAgg, OverLong
+from raggedright.plan.plan import make_plan
+from raggedright.plan.what_if import compare_rules
+from raggedright.report.comparison import print_comparison
+from raggedright.report.plan_json import plan_to_dict
+from raggedright.report.svg import draw_plan
+from raggedright.report.table import print_plan
+from raggedright.rows import Rows
+
+EXAMPLES = """\
+examples:
+  raggedright plan rows.jsonl --dp 2 --batch-size 45 --mini-batch-size 15 --rollout-n 8
+  raggedright plan rows.jsonl --dp 8 --batch-size 64 --mini-batch-size 32 --rollout-n 4 --compare
+  cat rows.jsonl | raggedright plan - --dp 2 --batch-size 45 --mini-batch-size 15 --rollout-n 8 --format svg > plan.svg
+
+A line of ROWS.jsonl is one row:
+  {"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 12, "response_tokens": 30, "loss_tokens": 30}
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand and its options."""
+    parser = commands.add_parser(
+        "plan",
+        help="plan a batch of rows: steps, ranks, micro-batches, weights",
+        description="Plan a batch of ragged rows: the step, rank, micro-batch and weight of each.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="ROWS.jsonl", help="one JSON object a line; - reads standard input")
+    add = parser.add_argument_group("the batch").add_argument
+    add(
+        "--dp", dest="dp_size", type=_count, required=True, metavar="N", help="data-parallel ranks (not the world size)"
+    )
+    add("--batch-size", type=_count, required=True, metavar="N", help="prompts in a batch")
+    add("--mini-batch-size", type=_count, required=True, metavar="N", help="prompts in an actor's mini-batch")
+    add("--rollout-n", type=_count, required=True, metavar="N", help="sessions a prompt")
+    add("--critic-mini-batch-size", type=_count, metavar="N", help="prompts in a critic's mini-batch, where one trains")
+    add("--critic-warm-up", dest="actor_trains", action="store_false", help="the critic trains alone")
+    add("--epochs", type=_count, default=1, metavar="N", help="times that each row is trained (default 1)")
+    add("--seed", type=int, default=0, metavar="N", help="shuffles prompts over steps (default 0)")
+    add = parser.add_argument_group("alignment and weights").add_argument
+    add(
+        "--align", choices=get_args(Align), default="steps",
+        help="steps: the step count is the config's (default); lcm: equal row counts, for engines that ask for them",
+    )  # fmt: skip
+    add("--loss-agg", choices=get_args(LossAgg), default="token-mean", help="what a token weighs (default token-mean)")
+    add("--loss-norm-tokens", type=_count, metavar="L", help="the constant of seq-mean-token-sum-norm")
+    group = parser.add_argument_group("micro-batches")
+    rule = group.add_mutually_exclusive_group()
+    rule.add_argument("--micro-batch-tokens", type=_count, metavar="N", help="token budget (default 8192)")
+    rule.add_argument("--micro-batch-rows", type=_count, metavar="N", help="row count, instead of a token budget")
+    add = group.add_argument
+    add(
+        "--collate",
+        choices=get_args(Collate),
+        default="packed",
+        help="packed counts tokens (default), padded rectangles",
+    )
+    add(
+        "--micro-batch-multiple", type=_count, default=1, metavar="N", help="asked for by pipeline parallel (default 1)"
+    )
+    add("--min-row-tokens", type=_count, default=2, metavar="N", help="asked for by context parallel (default 2)")
+    add("--over-long", choices=get_args(OverLong), default="error", help="a row above the token budget (default error)")
+    add = parser.add_argument_group("output").add_argument
+    add("--format", choices=("table", "json", "svg"), default="table", help="default table")
+    add("--compare", action="store_true", help="put the alignments, and the rules of other trainers, side by side")
+    parser.set_defaults(run=lambda args: run(args, parser))
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Read, plan, show."""
+    if args.compare and args.format == "svg":
+        parser.error("argument --compare: not with --format svg, which draws one plan")
+    options = {name: getattr(args, name) for name in Layout.__dataclass_fields__ if hasattr(args, name)}
+    try:
+        layout = Layout(**options)
+    except ConfigError as error:
+        parser.error(str(error))
+    rows = _read(args.file)
+    start = time.perf_counter()
+    plan = make_plan(rows, layout)
+    seconds = time.perf_counter() - start
+    rules = compare_rules(rows, layout) if args.compare else None
+    if args.format == "svg":
+        print(draw_plan(plan))
+    elif args.format == "json":
+        comparison = {"compare": [asdict(rule) for rule in rules]} if rules else {}
+        json.dump({**plan_to_dict(plan, seconds), **comparison}, sys.stdout)
+        print()
+    else:
+        console = Console()
+        print_plan(plan, seconds, console)
+        console.print(str(close_ledger(plan)), highlight=False)
+        if rules:
+            print_comparison(rules, console)
+
+
+def _read(file: str) -> Rows:
+    try:
+        return Rows.from_jsonl(sys.stdin.buffer if file == "-" else file)
+    except OSError as error:
+        raise RowsError(f"{file}: {error.strerror}; give a file of rows, or - for standard input") from None
+    except RowsError as error:
+        raise RowsError(f"{'standard input' if file == '-' else file}, {error}") from None
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number

@@ -1,0 +1,96 @@
+"""The same rows under every alignment: ours, and what the common rules of other trainers would do with them.
+
+The other rules bring the row count to the multiple that `align = "lcm"` asks for, then cut the rows, in the order in
+which they arrived, into mini-batches and ranks:
+
+    drop the remainder  rows past the last whole multiple are lost
+    copy rows           the first rows are trained a second time to fill the last multiple
+    pad at the end      padding fills it, so that the last steps may hold a row or none
+
+Micro-batches are cut by our own packer in all of them, so what differs is the alignment alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raggedright.arrays import Ints
+from raggedright.plan.cut import Step, cut_by_rank
+from raggedright.plan.deal import lcm_multiple
+from raggedright.plan.layout import Layout
+from raggedright.plan.measure import Imbalance, imbalance_of
+from raggedright.plan.plan import Plan, make_plan
+from raggedright.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One rule's outcome on a batch, for the first role that trains, over one epoch."""
+
+    rule: str
+    padding_rows: int
+    padding_tokens: int
+    lost_rows: int
+    copied_rows: int
+    steps: int
+    fewest_rows: int  # real rows in the poorest step
+    imbalance: Imbalance
+
+
+def compare_rules(rows: Rows, layout: Layout) -> list[WhatIf]:
+    """Each rule's outcome; ours first."""
+    layout = replace(layout, epochs=1)
+    ours = [make_plan(rows, replace(layout, align=align)) for align in ("steps", "lcm")]
+    return [
+        *map(_ours, ours),
+        *(_theirs(rule, ours[1]) for rule in ("drop the remainder", "copy rows", "pad at the end")),
+    ]
+
+
+def _ours(plan: Plan) -> WhatIf:
+    steps = plan.steps(plan.trained_roles[0])
+    return _outcome(f"align {plan.layout.align}", steps, plan, lost=0, copied=0)
+
+
+def _theirs(rule: str, lcm_plan: Plan) -> WhatIf:
+    """What a rule does with the rows that our lcm plan has; it gets the same multiple and mini-batches."""
+    layout, num_rows = lcm_plan.layout, len(lcm_plan.rows)
+    multiple = lcm_multiple(layout)
+    mini_batch_size = layout.mini_batch_size if layout.actor_trains else layout.critic_mini_batch_size
+    assert mini_batch_size is not None
+    row = np.setdiff1d(np.flatnonzero(~lcm_plan.rows.is_padding), lcm_plan.dropped)
+    lost, missing = len(row) % multiple, -len(row) % multiple
+    if rule == "drop the remainder":
+        aligned = row[: len(row) - lost]
+    elif rule == "copy rows":
+        aligned = np.append(row, np.resize(row, missing)) if len(row) else row
+    else:
+        aligned = np.append(row, num_rows + np.arange(missing))
+    rows_per_step = mini_batch_size * layout.rollout_n
+    steps = [
+        _cut_in_order(aligned[start : start + rows_per_step], lcm_plan)
+        for start in range(0, len(aligned), rows_per_step)
+    ]
+    copied = missing if rule == "copy rows" and len(row) else 0
+    return _outcome(rule, steps, lcm_plan, lost=lost if rule == "drop the remainder" else 0, copied=copied)
+
+
+def _cut_in_order(row: Ints, plan: Plan) -> Step:
+    """A mini-batch whose rows go to ranks in runs, as they come."""
+    ranks = [part[np.argsort(-plan.lengths[part], kind="stable")] for part in np.array_split(row, plan.layout.dp_size)]
+    return cut_by_rank(ranks, plan.lengths, plan.layout, epoch=0, first_padding=None)
+
+
+def _outcome(rule: str, steps: list[Step] | tuple[Step, ...], plan: Plan, *, lost: int, copied: int) -> WhatIf:
+    num_rows = len(plan.rows)
+    padding = sum(int((step.row >= num_rows).sum()) for step in steps)
+    return WhatIf(
+        rule=rule,
+        padding_rows=padding,
+        padding_tokens=padding * plan.layout.min_row_tokens,
+        lost_rows=lost,
+        copied_rows=copied,
+        steps=len(steps),
+        fewest_rows=min((int((step.row < num_rows).sum()) for step in steps), default=0),
+        imbalance=imbalance_of(steps, plan.lengths, plan.layout),
+    )

@@ -1,0 +1,242 @@
+"""A plan as a picture: the ragged sessions on the left, steps x ranks x micro-batches on the right.
+
+One colour a prompt, a bar's width is its tokens, and a ribbon leads each prompt to the steps that learn from it. Plain
+SVG without scripts, fonts or links, for light and dark, so that it can stand in a README. It stays small for any plan:
+what is left out is counted in a caption, and neighbours too thin to see share a bar.
+
+The surprise: a padding row has so few tokens that it would not show, so it alone is drawn wider than it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from raggedright.arrays import Ints, sum_by
+from raggedright.plan.cut import Step
+from raggedright.plan.measure import tokens_of
+from raggedright.plan.plan import Plan, Role
+from raggedright.report.svg_page import n, page, prompt_class, rect, short, text
+from raggedright.report.words import counted, more, num_padding_rows, rows_in_words, step_name
+
+MOST_SESSIONS, MOST_STEPS, MOST_LANES, MOST_SLOTS = 32, 4, 16, 12
+TOP, MARGIN = 84, 24
+BAND, BAND_WIDTH, BARS = 84, 208, 192  # a prompt's band: left edge, width, room for bars
+PANEL, PANEL_WIDTH, CELLS = 380, 476, 62  # a step's panel: left edge, width, where its cells begin
+SESSION, BAR, LEAST_LANE, MOST_LANE = 12, 8, 24, 38  # heights: a session's line, its bars, a rank's lane
+THINNEST, PADDING_WIDTH, WIDEST_CELL = 2.5, 8.0, 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """From where to where something reaches down the page."""
+
+    top: float
+    bottom: float
+
+    def part(self, end: int, own: int, whole: int) -> "_Span":
+        """The part of it that `own` of `whole` takes, ending at `end`."""
+        unit = (self.bottom - self.top) / whole
+        return _Span(self.top + (end - own) * unit, self.top + end * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The size of a micro-batch, and the width of a token in it."""
+
+    width: float
+    height: float
+    scale: float
+
+
+def draw_plan(plan: Plan, *, role: Role | None = None) -> str:
+    """The SVG of one role's cut, by default of the first role that trains."""
+    role = role or plan.trained_roles[0]
+    bands, sessions = _draw_sessions(plan)
+    left = max((band.bottom for band in bands.values()), default=float(TOP))
+    panels, steps = _draw_steps(plan, role, left)
+    bottom = max([left, *(panel.bottom for panel in panels)])
+    body = [
+        *_draw_headings(plan, role),
+        *_draw_ribbons(plan, role, bands, panels),
+        *sessions,
+        *steps,
+        *_draw_legend(plan, bottom + 46),
+    ]
+    about = f"{rows_in_words(plan)}, laid out as {_steps_in_words(plan, role)}."
+    return page(body, bottom + 70, f"{about} Colours are prompts, widths are tokens, hatched bars are padding rows.")
+
+
+def _draw_headings(plan: Plan, role: Role) -> list[str]:
+    title = {"actor": "Plan", "critic": "Plan of the critic", "forward": "Plan of the forward pass"}[role]
+    return [
+        text(MARGIN, 38, "Sessions", "h"),
+        text(MARGIN, 60, rows_in_words(plan), "m"),
+        text(PANEL, 38, title, "h"),
+        text(PANEL, 60, _steps_in_words(plan, role), "m"),
+    ]
+
+
+def _steps_in_words(plan: Plan, role: Role) -> str:
+    steps = plan.steps(role)
+    count = "one pass" if role == "forward" else counted(len(steps), "step")
+    micro_batches = counted(sum(step.num_micro_batches for step in steps), "micro-batch")
+    padding = counted(num_padding_rows(plan, steps), "padding row")
+    return f"{count} on {counted(plan.layout.dp_size, 'rank')}, {micro_batches}, {padding}"
+
+
+def _draw_sessions(plan: Plan) -> tuple[dict[int, _Span], list[str]]:
+    """The band of each prompt, and a line of bars for each of its sessions."""
+    rows, bands, parts, y = plan.rows, {}, [], float(TOP)
+    by_name = np.argsort(rows.order, kind="stable")
+    real = by_name[~rows.is_padding[by_name]]
+    ends = np.append(np.flatnonzero(np.diff(rows.session_index[real])) + 1, len(real))
+    shown = np.split(real, ends[:MOST_SESSIONS])[:-1] if len(real) else []
+    scale = BARS / max((int(plan.lengths[row].sum()) for row in shown), default=1)
+    for prompt, group in groupby(shown, key=lambda row: int(rows.prompt_index[row[0]])):
+        top = y
+        for row in group:
+            widths = (plan.lengths[row] * scale).tolist()
+            parts += _draw_bars(BAND + 8, y + 3 + (SESSION - BAR) / 2, BAR, widths, widths, _classes(plan, row))
+            y += SESSION
+        bands[prompt] = _Span(top, y + 6)
+        name = str(rows.prompt[real[np.searchsorted(rows.prompt_index[real], prompt)]])
+        parts.append(text(MARGIN, (top + y + 6) / 2 + 4, short(name), "m"))
+        y += 12
+    notes = [more(len(ends) - MOST_SESSIONS, "session")] if len(ends) > MOST_SESSIONS else []
+    notes += [f"{counted(len(plan.dropped), 'row')} dropped (dashed)"] if len(plan.dropped) else []
+    return bands, parts + ([text(BAND + 8, y + 10, ", ".join(notes), "m")] if notes else [])
+
+
+def _draw_steps(plan: Plan, role: Role, bottom: float) -> tuple[list[_Span], list[str]]:
+    """A panel for each step, and what is in it; lanes are as high as it takes to end at `bottom`, within limits."""
+    steps = plan.steps(role)
+    shown = steps[:MOST_STEPS]
+    num_lanes = min(plan.layout.dp_size, MOST_LANES // max(len(shown), 1))
+    note = more(plan.layout.dp_size - num_lanes, "rank")
+    lanes = [num_lanes if step.num_slots else 0 for step in shown]
+    frames = [34 + (16 if note and count else 0) for count in lanes]
+    lane = (bottom - TOP + 12 - sum(frames) - 12 * len(frames)) / max(sum(lanes), 1)
+    lane = min(max(lane, LEAST_LANE), MOST_LANE)
+    cell = _cell(plan, shown, lane - 8)
+    panels, parts, y = [], [], float(TOP)
+    for number, (step, count, frame) in enumerate(zip(shown, lanes, frames, strict=True)):
+        panel = _Span(y, y + frame + count * lane)
+        parts.append(rect(PANEL, panel.top, PANEL_WIDTH, panel.bottom - panel.top, "panel", 8))
+        name = "forward pass" if role == "forward" else step_name(plan, number, step)
+        parts += _draw_captions(plan, step, name, y + 21)
+        parts.append('<g class="skipped">' if step.skipped else "<g>")
+        for dp_rank in range(count):
+            parts += _draw_lane(plan, step, dp_rank, y + 30 + dp_rank * lane, cell)
+        parts.append("</g>")
+        parts += [text(PANEL + 12, panel.bottom - 9, note, "m")] if note and count else []
+        panels.append(panel)
+        y = panel.bottom + 12
+    end = more(len(steps) - len(shown), "step") or ("" if steps else "no rows, so no steps")
+    return panels, parts + ([text(PANEL + 12, y + 10, end, "m")] if end else [])
+
+
+def _cell(plan: Plan, steps: Sequence[Step], height: float) -> _Cell:
+    num_slots = min(max((step.num_slots for step in steps), default=0), MOST_SLOTS)
+    fullest = max((int(tokens_of(plan, step).max(initial=1)) for step in steps), default=1)
+    width = min((PANEL_WIDTH - CELLS - 8) / max(num_slots, 1), WIDEST_CELL)
+    return _Cell(width, height, (width - 9) / max(fullest, plan.layout.micro_batch_tokens or 1))
+
+
+def _draw_captions(plan: Plan, step: Step, name: str, y: float) -> list[str]:
+    num_padding = int((step.row >= len(plan.rows)).sum())
+    facts = [counted(len(step.row) - num_padding, "row")]
+    facts += [counted(num_padding, "padding row")] if num_padding else []
+    facts += ["skipped: no loss token"] if step.skipped else []
+    hidden = more(step.num_slots - MOST_SLOTS, "micro-batch")
+    facts += [f"{hidden} a rank"] if hidden else []
+    return [text(PANEL + 12, y, name, "b"), text(PANEL + PANEL_WIDTH - 12, y, ", ".join(facts), "m e")]
+
+
+def _draw_lane(plan: Plan, step: Step, dp_rank: int, y: float, cell: _Cell) -> list[str]:
+    """A rank's micro-batches, the rows in each by name, then its padding rows."""
+    parts = [text(PANEL + 12, y + cell.height / 2 + 4, f"rank {dp_rank}", "m")]
+    for slot in range(min(step.num_slots, MOST_SLOTS)):
+        x, row = PANEL + CELLS + slot * cell.width, step.micro_batch(dp_rank, slot)
+        parts.append(rect(x, y, cell.width - 4, cell.height, "cell", 4))
+        real = row[row < len(plan.rows)]
+        real = real[np.argsort(plan.rows.order[real])]
+        widths = (plan.lengths[real] * cell.scale).tolist()
+        # In a padded micro-batch every row takes the room of the longest.
+        strides = widths if plan.layout.collate == "packed" else [max(widths, default=0.0)] * len(widths)
+        parts += _draw_bars(x + 3, y + 3, cell.height - 6, strides, widths, _classes(plan, real))
+        if num_padding := len(row) - len(real):
+            room = max(cell.width - 9 - sum(strides), PADDING_WIDTH)
+            parts += _draw_padding(x + cell.width - 6 - room, y + 3, cell.height - 6, num_padding, room)
+    return parts
+
+
+def _draw_padding(x: float, y: float, height: float, count: int, room: float) -> list[str]:
+    """Padding rows one by one, or as one block where there are too many for the room."""
+    stride = PADDING_WIDTH + 3
+    if count * stride > room:
+        return [rect(x, y, room, height, "padding", 2)]
+    return [rect(x + i * stride, y, PADDING_WIDTH, height, "padding", 2) for i in range(count)]
+
+
+def _draw_bars(
+    x: float, y: float, height: float, strides: Sequence[float], widths: Sequence[float], classes: Sequence[str]
+) -> list[str]:
+    """Bars side by side; neighbours share one, in the first one's colour, until it is wide enough to see."""
+    parts, start, colour = [], x, ""
+    for i, (stride, width, name) in enumerate(zip(strides, widths, classes, strict=True)):
+        colour = colour or name
+        if x + stride - start >= THINNEST or i == len(classes) - 1:
+            parts.append(rect(start, y, max(x + width - start - 1, 1), height, colour, 2))
+            start, colour = x + stride, ""
+        x += stride
+    return parts
+
+
+def _classes(plan: Plan, row: Ints) -> list[str]:
+    names = map(prompt_class, plan.rows.prompt_index[row].tolist())
+    return ["dropped" if drop else name for name, drop in zip(names, np.isin(row, plan.dropped).tolist(), strict=True)]
+
+
+def _draw_ribbons(plan: Plan, role: Role, bands: Mapping[int, _Span], panels: Sequence[_Span]) -> list[str]:
+    """From each prompt's band to the steps it is in, as thick as its share of the band and of the step's tokens."""
+    rows, right, parts = plan.rows, BAND + BAND_WIDTH, []
+    tokens = np.zeros((len(panels), rows.num_prompts), dtype=np.int64)
+    for number, step in enumerate(plan.steps(role)[: len(panels)]):
+        real = step.row[step.row < len(rows)]
+        tokens[number] = sum_by(rows.prompt_index[real], plan.lengths[real], rows.num_prompts)
+    by_step, by_prompt = tokens.cumsum(axis=0), tokens.cumsum(axis=1)
+    for prompt, band in bands.items():
+        colour = f'class="band {prompt_class(prompt)}"'
+        round_left = f"H{BAND + 6}q-6 0-6 6V{n(band.bottom - 6)}q0 6 6 6"
+        parts.append(f'<path {colour} d="M{right} {n(band.top)}{round_left}H{right}z"/>')
+        for number in np.flatnonzero(tokens[:, prompt]).tolist():
+            own = tokens[number, prompt]
+            start = band.part(by_step[number, prompt], own, by_step[-1, prompt])
+            panel = _Span(panels[number].top + 8, panels[number].bottom - 8)
+            end = panel.part(by_prompt[number, prompt], own, by_prompt[number, -1])
+            parts.append(f'<path {colour} d="{_ribbon(right, start, PANEL, end)}"/>')
+    return parts
+
+
+def _ribbon(x0: float, start: _Span, x1: float, end: _Span) -> str:
+    middle = n((x0 + x1) / 2)
+    a, b, c, d = map(n, (start.top, start.bottom, end.top, end.bottom))
+    return f"M{n(x0)} {a}C{middle} {a} {middle} {c} {n(x1)} {c}V{d}C{middle} {d} {middle} {b} {n(x0)} {b}z"
+
+
+def _draw_legend(plan: Plan, y: float) -> list[str]:
+    tokens, rows = plan.layout.micro_batch_tokens, plan.layout.micro_batch_rows
+    budget = counted(tokens, "token") if tokens is not None else counted(rows or 0, "row")
+    of_padding = counted(plan.layout.min_row_tokens, "token")
+    items = (
+        ("p0", 26.0, "row: width is tokens, colour is prompt"),
+        ("cell", 26.0, f"micro-batch: budget {budget}"),
+        ("padding", PADDING_WIDTH, f"padding row: weight 0, {of_padding}, not to scale"),
+    )
+    parts, x = [], float(MARGIN)
+    for name, width, words in items:
+        parts += [rect(x, y - 10, width, 12, name, 2), text(x + width + 8, y, words, "m")]
+        x += width + 8 + 5.8 * len(words) + 24
+    return parts

@@ -1,0 +1,57 @@
+"""The tensors of a planned batch: real rows, padding rows behind them, each found by its position in the plan."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raggedright.arrays import Ints
+from raggedright.errors import RowsError
+from raggedright.plan.cut import Step
+from raggedright.plan.plan import Plan
+from raggedright.rows import Rows
+from raggedright.tensors.collate import Collator, MicroBatch
+from raggedright.tensors.padding import padding_rows
+from raggedright.tensors.schema import Fields, Schema
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorBatch:
+    """Row p of the plan has the numbers `rows[p]` and the tensors `fields[p]`; make one with `of`."""
+
+    plan: Plan
+    rows: Rows
+    fields: Sequence[Fields]
+    collator: Collator
+
+    @classmethod
+    def of(cls, plan: Plan, fields: Sequence[Fields], schema: Schema, collator: Collator) -> "TensorBatch":
+        """The fields of the plan's rows, in their order, and padding rows made from the schema."""
+        if len(fields) != len(plan.rows):
+            raise RowsError(
+                f"{len(fields):,} rows have fields and {len(plan.rows):,} are planned; give each row its own"
+            )
+        padding = padding_rows(
+            schema, plan.num_padding_rows, token_id=collator.token_id, min_row_tokens=plan.layout.min_row_tokens
+        )
+        return cls(plan, plan.padded_rows, [*fields, *(row.fields for row in padding)], collator)
+
+    def micro_batches(self, step: Step, dp_rank: int, names: Sequence[str] = ()) -> Iterator[tuple[Ints, MicroBatch]]:
+        """Positions and tensors of each micro-batch of a rank, slot by slot."""
+        real = step.row[step.row < len(self.plan.rows)]
+        step_loss_tokens = int(self.plan.rows.loss_tokens[real].sum())
+        for slot in range(step.num_slots):
+            position = step.micro_batch(dp_rank, slot)
+            yield (
+                position,
+                self.collator(
+                    self.rows.take(position),
+                    [self.fields[p] for p in position],
+                    weight=step.micro_batch_weight(dp_rank, slot),
+                    step_loss_tokens=step_loss_tokens,
+                    names=names,
+                ),
+            )
+
+    def with_field(self, name: str, values: Sequence[object]) -> "TensorBatch":
+        """This batch with one field more, a value for each position, padding rows included."""
+        fields = [{**row, name: value} for row, value in zip(self.fields, values, strict=True)]
+        return TensorBatch(self.plan, self.rows, fields, self.collator)

@@ -1,0 +1,228 @@
+"""Rows of a micro-batch to model inputs, and their response tokens to flat vectors.
+
+Two layouts, one meaning. Packed: one sequence of all rows, positions restarting at each, no attention mask (the model
+derives exact block attention from the positions). Padded: one rectangle, rows on the right filled up and masked.
+Whatever the layout, every per-token vector is flat: the response tokens of row 0, then those of row 1, and so on, so
+that losses never see a rectangle. Nothing else reaches a model than what `Collator` makes and `forward` passes on.
+
+The surprises: a row shorter than `min_row_tokens` is extended behind its end, where causal attention makes it
+harmless; a micro-batch without images in a batch with images takes along a filler row with one, of weight zero, so that
+sharded ranks all run the vision tower; a micro-batch without a row (align lcm) takes the filler row alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raggedright.errors import RowsError
+from raggedright.plan.layout import Collate
+from raggedright.rows import Rows
+from raggedright.tensors.losses import TokenWeights
+from raggedright.tensors.schema import Fields
+
+NOT_ROUTED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward pass needs. N counts response tokens, padding rows' included."""
+
+    inputs: Mapping[str, Tensor]  # for the model: input_ids, position_ids, attention_mask if padded, media
+    logit_index: Tensor  # [N] flat place in input_ids whose output predicts response token n
+    labels: Tensor  # [N] the response tokens
+    weights: TokenWeights
+    fields: Mapping[str, Tensor]  # per response token, [N]
+    routing: Tensor | None  # recorded experts, as input_ids + [layers, topk]; -1 where none was recorded
+    response_tokens: tuple[int, ...]  # of each row
+
+    @property
+    def padded(self) -> bool:
+        """Whether the rows form a rectangle rather than a pack."""
+        return "attention_mask" in self.inputs
+
+    def per_row(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """A flat vector over response tokens, cut into rows again."""
+        return torch.split(flat, list(self.response_tokens))
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same on another device."""
+        moved = {name: value.to(device) for name, value in self.inputs.items()}
+        return replace(
+            self,
+            inputs=moved,
+            logit_index=self.logit_index.to(device),
+            labels=self.labels.to(device),
+            weights=self.weights.to(device),
+            fields={name: value.to(device) for name, value in self.fields.items()},
+            routing=None if self.routing is None else self.routing.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collator:
+    """How the rows of a run become model inputs.
+
+    - `token_id` fills rows up; it is never attended to by a token that counts.
+    - `mrope`: position_ids have axes (time, height, width), as the vision-language models want them.
+    - `image_filler`: a row with a small image, for micro-batches without one; needed where a batch has media.
+    """
+
+    how: Collate
+    token_id: int
+    min_row_tokens: int = 2
+    mrope: bool = False
+    image_filler: Fields | None = None
+
+    def __call__(
+        self,
+        rows: Rows,
+        fields: Sequence[Fields],
+        *,
+        weight: np.ndarray,
+        step_loss_tokens: int,
+        names: Sequence[str] = (),
+    ) -> MicroBatch:
+        """Collate rows and their tensors; `names` are the per-response-token fields to take along.
+
+        `weight` is the plan's per-token weight of each row, `step_loss_tokens` the loss tokens of the whole step.
+        """
+        fillers = self._fillers(fields)
+        ids = [_sequence(rows, i, row) for i, row in enumerate(fields)] + [_tensor(row, "input_ids") for row in fillers]
+        lengths = [max(len(row), self.min_row_tokens) for row in ids]
+        inputs = self._inputs(ids, [*fields, *fillers], lengths)
+        prompt, response = rows.prompt_tokens, rows.response_tokens
+        if len(rows) and (prompt == 0).any():
+            i = int(np.argmin(prompt))
+            raise RowsError(f"row {rows.key[i]}: prompt_tokens is 0, so that nothing predicts its first response token")
+        starts = np.arange(len(lengths)) * max(lengths) if self.how == "padded" else np.cumsum(lengths) - lengths
+        first = starts[: len(rows)] + prompt - 1
+        within = np.arange(int(response.sum())) - np.repeat(np.cumsum(response) - response, response)
+        labels = [row[len(row) - r :] for row, r in zip(ids, response.tolist(), strict=False)]
+        masks = _per_row(rows, fields, _mask_name(fields))
+        mean = np.where(rows.is_padding, 0.0, 1 / max(step_loss_tokens, 1))
+        return MicroBatch(
+            inputs=inputs,
+            logit_index=torch.from_numpy(np.repeat(first, response) + within),
+            labels=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
+            weights=TokenWeights.from_masks(masks, loss=weight, mean=mean),
+            fields={name: _flat(_per_row(rows, fields, name)) for name in names},
+            routing=self._routing(fields, lengths, inputs["input_ids"].shape),
+            response_tokens=tuple(response.tolist()),
+        )
+
+    def _fillers(self, fields: Sequence[Fields]) -> list[Fields]:
+        if self.image_filler is None:
+            return [] if fields else [{"input_ids": torch.full((self.min_row_tokens,), self.token_id)}]
+        return [] if any(row.get("multi_modal_inputs") for row in fields) else [self.image_filler]
+
+    def _inputs(self, ids: list[Tensor], fields: Sequence[Fields], lengths: list[int]) -> dict[str, Tensor]:
+        positions = [self._positions(row, field, n) for row, field, n in zip(ids, fields, lengths, strict=True)]
+        ids = [
+            torch.nn.functional.pad(row, (0, n - len(row)), value=self.token_id)
+            for row, n in zip(ids, lengths, strict=True)
+        ]
+        media = _media(fields)
+        if self.how == "packed":
+            return {
+                "input_ids": torch.cat(ids)[None],
+                "position_ids": torch.cat(positions, dim=-1).unsqueeze(-2),
+                **media,
+            }
+        longest = max(lengths)
+        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        return {
+            "input_ids": _stack(ids, longest, self.token_id),
+            "attention_mask": mask.long(),
+            "position_ids": _stack(positions, longest, 0),
+            **media,
+        }
+
+    def _positions(self, ids: Tensor, fields: Fields, length: int) -> Tensor:
+        """[length], or [4, length] with the text's own positions first where the model has three axes more."""
+        text = torch.arange(length)
+        given = fields.get("position_ids")
+        if not isinstance(given, Tensor) or given.dim() == 1:
+            return text.expand(4, -1) if self.mrope else text
+        more = length - len(ids)  # a row filled up goes on counting
+        axes = torch.cat((given, given[:, -1:] + torch.arange(1, more + 1)), dim=-1)[-3:]
+        return torch.cat((text[None], axes))
+
+    def _routing(self, fields: Sequence[Fields], lengths: list[int], shape: torch.Size) -> Tensor | None:
+        given = [row.get("routed_experts") for row in fields]
+        first = next((experts for experts in given if isinstance(experts, Tensor)), None)
+        if first is None:
+            return None
+        routing = torch.full((shape.numel(), *first.shape[1:]), NOT_ROUTED, dtype=torch.long)
+        stride = shape[1] if self.how == "padded" else 0
+        for i, experts in enumerate(given):
+            if isinstance(experts, Tensor):
+                start = i * stride if stride else sum(lengths[:i])
+                routing[start : start + len(experts)] = experts
+        return routing.view(*shape, *first.shape[1:])
+
+
+def _sequence(rows: Rows, i: int, fields: Fields) -> Tensor:
+    """A row's token ids: `input_ids`, or `prompts` and `responses`."""
+    if "input_ids" in fields:
+        ids = _tensor(fields, "input_ids")
+    elif "prompts" in fields and "responses" in fields:
+        ids = torch.cat((_tensor(fields, "prompts"), _tensor(fields, "responses")))
+    else:
+        raise RowsError(f"row {rows.key[i]}: field input_ids is missing; a row has it, or prompts and responses")
+    if len(ids) != rows.tokens[i]:
+        raise RowsError(
+            f"row {rows.key[i]}: input_ids has {len(ids)} tokens and the row {rows.tokens[i]}; they must agree"
+        )
+    positions = fields.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 1 and (positions != torch.arange(len(ids))).any():
+        raise RowsError(f"row {rows.key[i]}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
+    return ids.long()
+
+
+def _tensor(fields: Fields, name: str) -> Tensor:
+    value = fields[name]
+    assert isinstance(value, Tensor), name
+    return value
+
+
+def _mask_name(fields: Sequence[Fields]) -> str:
+    return "loss_mask" if fields and "loss_mask" in fields[0] else "response_mask"
+
+
+def _per_row(rows: Rows, fields: Sequence[Fields], name: str) -> list[Tensor]:
+    """A per-response-token field of all rows."""
+    parts = []
+    for i, row in enumerate(fields):
+        part = row.get(name)
+        if not isinstance(part, Tensor):
+            raise RowsError(f"row {rows.key[i]}: field {name} is missing; every row of a micro-batch needs it")
+        if len(part) != rows.response_tokens[i]:
+            raise RowsError(
+                f"row {rows.key[i]}: {name} has {len(part)} tokens and the response {rows.response_tokens[i]}; "
+                "they must agree"
+            )
+        parts.append(part)
+    return parts
+
+
+def _flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _media(fields: Sequence[Fields]) -> dict[str, Tensor]:
+    """The media of all rows, one after another, under the names that the model takes."""
+    parts: dict[str, list[Tensor]] = {}
+    for row in fields:
+        media = row.get("multi_modal_inputs") or {}
+        assert isinstance(media, Mapping)
+        for name, value in media.items():
+            parts.setdefault(name, []).append(value)
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def _stack(rows: list[Tensor], length: int, value: int) -> Tensor:
+    """[rows, length], or [axes, rows, length] for positions with axes."""
+    return torch.stack([torch.nn.functional.pad(row, (0, length - row.shape[-1]), value=value) for row in rows], dim=-2)

@@ -1,0 +1,42 @@
+"""The one door to a model: log-probs, entropy and values of a micro-batch's response tokens, flat.
+
+The cache is always off and a packed micro-batch never has a mask: with a cache, or with a mask of ones,
+transformers takes a pack for one long sequence and is wrong by nats without a word.
+"""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raggedright.tensors.collate import MicroBatch
+
+
+class TokenOutputs(NamedTuple):
+    """Per response token, in float32 at least."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def forward_log_probs(model: nn.Module, micro: MicroBatch, *, temperature: float = 1.0) -> TokenOutputs:
+    """Log-probability of each response token, and the entropy of the distribution it came from."""
+    logits = _outputs(model, micro) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_probs = torch.log_softmax(logits, dim=-1)
+    chosen = log_probs.gather(-1, micro.labels[:, None]).squeeze(-1)
+    return TokenOutputs(chosen, -(log_probs.exp() * log_probs).sum(-1))
+
+
+def forward_values(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """The critic's value before each response token; the model has one output per token."""
+    values = _outputs(model, micro)
+    return values.to(torch.promote_types(values.dtype, torch.float32)).squeeze(-1)
+
+
+def _outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """The model's outputs at the places that predict response tokens: [N, outputs]."""
+    if not micro.padded and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return model(**micro.inputs, use_cache=False, logits_to_keep=micro.logit_index).logits[0]
+    return model(**micro.inputs, use_cache=False).logits.flatten(0, 1)[micro.logit_index]

@@ -1,0 +1,183 @@
+"""Losses as weighted sums over the tokens of a micro-batch, with metrics that add up the same way.
+
+Every vector is flat: the response tokens of row 0, then those of row 1, and so on. What a loss returns adds over
+micro-batches and ranks to the step's number, whatever the cut and the padding: there is no batch denominator and no
+mean in here. Two rules keep it so. Where a token's weight is zero its inputs are made neutral before anything else is
+done with them (0 x inf is NaN, also in a gradient). The only divisor is a row's own count of loss tokens.
+
+A micro-batch of padding alone has the loss 0, with a graph, and gives zero gradients. Half precision is raised
+to float32 on entry; metrics are float64.
+
+The surprise: log-ratios are clamped where verl 0.9.1 clamps them, so that numbers carry over. Beyond a clamp a token
+has no gradient: ppo's log-ratio (and its `actor/ppo_kl`) at +-20, gspo's at 10 from above, k3's log-ratio at +-20
+and k3 itself at 10 (a token that is 2.5 nats less likely than under the reference is not pulled back).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from raggedright.errors import ConfigError
+
+PolicyLoss = Literal["ppo", "gspo", "reinforce"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 20.0
+GSPO_LOG_RATIO_LIMIT = 10.0
+K3_LIMIT = 10.0
+
+
+class Sums(NamedTuple):
+    """A micro-batch's share of a loss, with its graph, and of the metrics, detached."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenWeights:
+    """What each response token of a micro-batch counts: nothing where it carries no loss, and in padding rows.
+
+    A forward-only pass has no objective, so `loss` is zero there and `mean` is not.
+    """
+
+    loss: Tensor  # [N] weight in the objective
+    mean: Tensor  # [N] 1 / loss tokens of the step: sums weighted with it are exact token means
+    row: Tensor  # [N] int64, the row of each token
+    row_tokens: Tensor  # [num_rows] loss tokens of each row
+    num_rows: int
+
+    @classmethod
+    def from_masks(cls, masks: Sequence[Tensor], *, loss: ArrayLike, mean: ArrayLike) -> "TokenWeights":
+        """From each row's loss mask over its response tokens and its weights (`token_weights`, here and token-mean)."""
+        lengths = torch.tensor([len(mask) for mask in masks], dtype=torch.int64)
+        row = torch.repeat_interleave(torch.arange(len(masks)), lengths)
+        carries_loss = torch.cat([torch.zeros(0, dtype=torch.bool), *(mask.bool().cpu() for mask in masks)])
+        of_row = (torch.as_tensor(weight, dtype=torch.float64) for weight in (loss, mean))
+        by_token = (torch.where(carries_loss, weight[row], 0.0) for weight in of_row)
+        row_tokens = torch.zeros(len(masks), dtype=torch.int64).index_add_(0, row, carries_loss.long())
+        return cls(*by_token, row=row, row_tokens=row_tokens, num_rows=len(masks))
+
+    def to(self, device: torch.device | str) -> "TokenWeights":
+        """The same on another device."""
+        tensors = (tensor.to(device) for tensor in (self.loss, self.mean, self.row, self.row_tokens))
+        return TokenWeights(*tensors, num_rows=self.num_rows)
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Mean over each row's loss tokens, [num_rows]; zero for a row without any. `values` must be neutral."""
+        sums = values.new_zeros(self.num_rows).index_add_(0, self.row, values)
+        return sums / self.row_tokens.clamp(min=1)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: TokenWeights,
+    *,
+    kind: PolicyLoss = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Sums:
+    """The policy's objective; ratios are clipped to [1 - clip_low, 1 + clip_high], in reinforce there are none.
+
+    `dual_clip` (> 1) bounds the loss of a token of negative advantage at `dual_clip` times that advantage. Gspo takes
+    one ratio per row, exp of the mean log-ratio of its loss tokens, and gives each of them the gradient of it.
+    """
+    log_probs, old_log_probs, advantages = _neutral(weights, log_probs, old_log_probs, advantages)
+    log_ratio = log_probs - old_log_probs
+    match kind:
+        case "reinforce":
+            return _policy_sums(-advantages * log_probs, log_ratio, weights)
+        case "ppo":
+            log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            ratio = log_ratio.exp()
+        case "gspo":
+            of_row = weights.row_means(log_ratio.detach())[weights.row]
+            ratio = (log_probs - log_probs.detach() + of_row).clamp(max=GSPO_LOG_RATIO_LIMIT).exp()
+        case _:
+            raise ConfigError(f"policy loss is {kind!r}; it takes one of {', '.join(get_args(PolicyLoss))}")
+    losses, clipped, clipped_lower = _clip(ratio, advantages, clip_low, clip_high, dual_clip)
+    return _policy_sums(losses, log_ratio, weights, pg_clipfrac=clipped, pg_clipfrac_lower=clipped_lower)
+
+
+def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights, *, kind: KlEstimator = "k3") -> Sums:
+    """KL(policy || reference), estimated per token: k1 = r, k2 = r^2 / 2, k3 = exp(-r) + r - 1, r the log-ratio."""
+    log_probs, ref_log_probs = _neutral(weights, log_probs, ref_log_probs)
+    log_ratio = log_probs - ref_log_probs
+    match kind:
+        case "k1":
+            losses = log_ratio
+        case "k2":
+            losses = 0.5 * log_ratio.square()
+        case "k3":
+            log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            losses = ((-log_ratio).exp() + log_ratio - 1).clamp(-K3_LIMIT, K3_LIMIT)
+        case _:
+            raise ConfigError(f"KL estimator is {kind!r}; it takes one of {', '.join(get_args(KlEstimator))}")
+    return Sums(_sum(losses, weights.loss), {"actor/kl_loss": _metric(losses, weights.loss)})
+
+
+def entropy_loss(entropy: Tensor, weights: TokenWeights) -> Sums:
+    """The entropy in the objective's weights (subtract it, times a coefficient) and as a token mean."""
+    (entropy,) = _neutral(weights, entropy)
+    metrics = {"actor/entropy": weights.mean, "actor/entropy_loss": weights.loss}
+    return Sums(_sum(entropy, weights.loss), {name: _metric(entropy, weight) for name, weight in metrics.items()})
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: TokenWeights, *, clip: float) -> Sums:
+    """Half the squared error of the values, or of the values kept within `clip` of the old ones if that is more."""
+    values, old_values, returns = _neutral(weights, values, old_values, returns)
+    near = values.clamp(old_values - clip, old_values + clip)
+    free, clipped = (values - returns).square(), (near - returns).square()
+    losses = 0.5 * torch.maximum(free, clipped)
+    metrics = {
+        "critic/vf_loss": _metric(losses, weights.loss),
+        "critic/vf_clipfrac": _metric(clipped > free, weights.mean),
+        "critic/vpred_mean": _metric(values, weights.mean),
+    }
+    return Sums(_sum(losses, weights.loss), metrics)
+
+
+def _clip(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's loss, whether the clip raised it, and whether the dual clip lowered it."""
+    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.maximum(free, clipped)
+    if dual is None:
+        return losses, clipped > free, torch.zeros_like(losses)
+    if dual <= 1:
+        raise ConfigError(f"dual_clip is {dual}; it takes a number above 1, or None")
+    bound = -advantages * dual
+    bounded = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+    return bounded, clipped > free, (advantages < 0) & (losses > bound)
+
+
+def _policy_sums(losses: Tensor, log_ratio: Tensor, weights: TokenWeights, **shares: Tensor) -> Sums:
+    metrics = {
+        "actor/pg_loss": _metric(losses, weights.loss),
+        "actor/ppo_kl": _metric(-log_ratio, weights.mean),
+        **{f"actor/{name}": _metric(share, weights.mean) for name, share in shares.items()},
+    }
+    return Sums(_sum(losses, weights.loss), metrics)
+
+
+def _neutral(weights: TokenWeights, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The inputs, in float32 at least, with zero where the weight is zero; no gradient gets past that."""
+    counts = weights.loss != 0
+    raised = (values.to(torch.promote_types(values.dtype, torch.float32)) for values in inputs)
+    return tuple(torch.where(counts, values, 0.0) for values in raised)
+
+
+def _sum(losses: Tensor, weight: Tensor) -> Tensor:
+    return (weight * losses).sum()
+
+
+def _metric(values: Tensor, weight: Tensor) -> Tensor:
+    return (weight.double() * values.detach().double()).sum()

@@ -1,0 +1,126 @@
+"""Padding rows: what fills a batch up to the plan's row count, made from the schema and from no real row.
+
+One prompt token, then response tokens up to the layout's least row length; masks, rewards, log-probs and all other
+values by token are zero, in the dtype and dims of the real rows. Invariants: no padding row shares a group with any
+other row; every field that some row of the batch has is there, also one that other rows lack; padding rows pass the
+schema's checks.
+
+The surprise: all padding rows share their tensors. Read them; to write, clone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raggedright.errors import ConfigError, RowsError
+from raggedright.tensors.kinds import TOKEN_IDS, Kind
+from raggedright.tensors.schema import PADDING_GROUP, Field, Schema
+
+_PLAIN = (str, bool, int, float, complex, bytes, tuple, frozenset, list, dict, set)
+_MUTABLE = (list, dict, set)
+
+
+class PaddingRow(NamedTuple):
+    """A row's fields, and the tags that a store lists it by."""
+
+    fields: dict[str, object]
+    tags: dict[str, object]
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer here."""
+
+    @property
+    def eos_token_id(self) -> int | Sequence[int] | None:
+        """The id, or ids, of the end of a text."""
+        ...
+
+
+def padding_rows(
+    schema: Schema, count: int, *, token_id: int, min_row_tokens: int = 2, first: int = 0
+) -> list[PaddingRow]:
+    """`count` rows of weight zero, their groups numbered from `first`. Their tensors are shared: to be read only."""
+    if min_row_tokens < 2:
+        raise ConfigError(f"min_row_tokens is {min_row_tokens}; a row has a prompt and a response token, so 2 or more")
+    if count and not schema.fields:
+        raise RowsError(
+            f"{count:,} padding rows are to be made before any row was seen; make them from the first batch"
+        )
+    shared = {name: _value(field, token_id, min_row_tokens) for name, field in schema.fields.items()}
+    groups = [field for field in schema.fields.values() if field.kind is Kind.GROUP]
+    fresh: dict[str, Callable[[], object]] = {}
+    for name, value in shared.items():
+        if isinstance(value, np.ndarray):
+            fresh[name] = value.copy
+        elif isinstance(value, _MUTABLE):
+            fresh[name] = type(value)
+    tags = {"is_padding": True, "prompt_len": 1, "response_len": min_row_tokens - 1, "seq_len": min_row_tokens}
+    rows = []
+    for number in range(first, first + count):
+        fields = dict(shared)
+        for name, make in fresh.items():
+            fields[name] = make()
+        for field in groups:
+            fields[field.name] = _group_id(field, number)
+        rows.append(PaddingRow(fields, dict(tags)))
+    return rows
+
+
+def padding_token_id(tokenizer: Tokenizer, given: int | None = None) -> int:
+    """The token that padding rows are made of: the one given, else the (first) eos id of the tokenizer."""
+    if given is not None:
+        if given < 0:
+            raise ConfigError(f"padding_token_id is {given}; it takes an id of the tokenizer's vocabulary, 0 or more")
+        return given
+    eos = getattr(tokenizer, "eos_token_id", None)
+    first = eos[0] if isinstance(eos, Sequence) and eos else eos
+    if not isinstance(first, int):
+        raise ConfigError(
+            f"the tokenizer's eos_token_id is {eos!r}, so padding rows have no token; "
+            "set padding_token_id to any id of its vocabulary"
+        )
+    return first
+
+
+def _value(field: Field, token_id: int, num_tokens: int) -> object:
+    """The neutral value of a field; group ids follow row by row."""
+    if field.value_type is None or field.kind is Kind.GROUP:
+        return None
+    if isinstance(field.dtype, torch.dtype):
+        return _tensor(field, field.dtype, token_id, num_tokens)
+    if field.kind is Kind.MEDIA:
+        return [] if field.value_type is list else {}
+    if isinstance(field.dtype, np.dtype):
+        return np.zeros(field.shape, dtype=field.dtype)
+    if field.value_type in _PLAIN or issubclass(field.value_type, np.number | np.bool_ | np.str_):
+        return field.value_type()
+    return None
+
+
+def _tensor(field: Field, dtype: torch.dtype, token_id: int, num_tokens: int) -> Tensor:
+    """The neutral tensor of a field: by token as long as the padding row, else of the field's own shape."""
+    if not field.kind.by_token:
+        return torch.zeros(field.shape, dtype=dtype)
+    length = {Kind.PROMPT: 1, Kind.RESPONSE: num_tokens - 1}.get(field.kind, num_tokens)
+    shape = (length, *field.shape) if field.dim == 0 else (*field.shape, length)
+    if field.kind is Kind.POSITIONS:
+        return torch.arange(length).to(dtype).expand(shape).contiguous()
+    if field.kind is Kind.ROUTING:  # distinct experts; zeros would choose expert 0 topk times
+        return torch.arange(field.shape[-1]).to(dtype).expand(shape).contiguous()
+    if field.name in TOKEN_IDS:
+        return torch.full(shape, token_id, dtype=dtype)
+    if field.name == "attention_mask":
+        return torch.ones(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _group_id(field: Field, number: int) -> object:
+    """An id that no real row has, and no other padding row."""
+    if isinstance(field.dtype, torch.dtype):
+        return torch.full(field.shape, -number - 1, dtype=field.dtype)
+    if field.value_type is not None and issubclass(field.value_type, int | np.integer):
+        return field.value_type(-number - 1)
+    return f"{PADDING_GROUP}{number}"

@@ -1,0 +1,178 @@
+"""`raggedright plan` as a user meets it: in a process of its own."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+VERIFICATION = ("--dp", "2", "--batch-size", "45", "--mini-batch-size", "15", "--rollout-n", "8")
+
+
+def raggedright(*args: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run([sys.executable, "-m", "raggedright", *args], input=data, capture_output=True, timeout=60)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def jsonl(num_rows: int = 361) -> str:
+    """361 rows of 360 sessions of 45 prompts."""
+    records = (
+        {
+            "prompt": f"p{i % 360 // 8}", "session": i % 8, "trajectory": i // 360,
+            "prompt_tokens": 5 + i % 11, "response_tokens": 3 + i * 7 % 40,
+        }
+        for i in range(num_rows)
+    )  # fmt: skip
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text(jsonl())
+    return str(path)
+
+
+def plan_json(*args: str, stdin: str = "") -> dict:
+    done = raggedright("plan", *args, "--format", "json", stdin=stdin)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_json_holds_the_whole_plan(rows_file):
+    plan = plan_json(rows_file, *VERIFICATION, "--critic-mini-batch-size", "9", "--epochs", "2")
+    assert (plan["rows"], plan["align"], plan["multiple"]) == (361, "steps", None)
+    assert plan["seconds"] > 0
+    assert plan["imbalance"]["rank"] >= 1
+    assert plan["imbalance"]["slot"] >= 1
+    assert {role: len(part["steps"]) for role, part in plan["roles"].items()} == {
+        "actor": 6,
+        "critic": 10,
+        "forward": 1,
+    }
+    for role, part in plan["roles"].items():
+        for step in part["steps"]:
+            micro_batches = [m for rank in step["ranks"] for m in rank["micro_batches"]]
+            rows = [row for m in micro_batches for row in m["rows"]]
+            assert step["rows"] == len(rows)
+            assert step["padding_rows"] == sum(m["padding_rows"] for m in micro_batches)
+            assert step["skipped"] is False
+            assert all((row["weight"] > 0) == (role != "forward") for row in rows)
+    keys = [
+        r["key"]
+        for s in plan["roles"]["actor"]["steps"]
+        for k in s["ranks"]
+        for m in k["micro_batches"]
+        for r in m["rows"]
+    ]
+    assert len(keys) == 2 * 361
+    assert len(set(keys)) == 361
+    assert "p0/0/1" in keys
+
+
+def test_the_origins_rule_pads_to_the_least_common_multiple(rows_file):
+    plan = plan_json(rows_file, *VERIFICATION, "--align", "lcm")
+    assert (plan["multiple"], plan["padding_rows"], plan["padding_tokens"]) == (120, 119, 238)
+    plan = plan_json(rows_file, *VERIFICATION, "--align", "lcm", "--critic-mini-batch-size", "9")
+    assert plan["multiple"] == 360
+    plan = plan_json(rows_file, *VERIFICATION, "--align", "lcm", "--critic-mini-batch-size", "9", "--critic-warm-up")
+    assert (plan["multiple"], list(plan["roles"])) == (72, ["critic", "forward"])
+
+
+def test_standard_input_is_read_for_a_dash(rows_file):
+    ours, theirs = plan_json("-", *VERIFICATION, stdin=jsonl()), plan_json(rows_file, *VERIFICATION)
+    assert ours["digest"] == theirs["digest"]
+
+
+def test_the_table_says_what_the_plan_is(rows_file):
+    done = raggedright("plan", rows_file, *VERIFICATION, "--compare")
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("361", "rank 0", "rank 1", "align steps", "drop the remainder", "rows: 361 = 361 trained"):
+        assert words in done.stdout
+
+
+def test_compare_is_in_the_json_too(rows_file):
+    rules = plan_json(rows_file, *VERIFICATION, "--compare")["compare"]
+    assert [rule["rule"] for rule in rules][:2] == ["align steps", "align lcm"]
+
+
+def test_svg_is_a_picture(rows_file):
+    done = raggedright("plan", rows_file, *VERIFICATION, "--format", "svg")
+    assert done.returncode == 0
+    assert ElementTree.fromstring(done.stdout).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize("how", [("--format", "table"), ("--format", "json"), ("--format", "svg"), ("--compare",)])
+def test_no_rows_are_an_ordinary_case(how):
+    done = raggedright("plan", "-", *VERIFICATION, *how)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "standard input, line 2: not JSON"),
+        ("[]", "line 2: [] is not an object"),
+        ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": 1}', "line 2: field response_tokens is"),
+        ('{"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1}',
+         "line 2: row p0/0/0 stands at line 1 already"),
+        ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": -1, "response_tokens": 1}',
+         "line 2: prompt_tokens is -1; it takes a whole number"),
+        ('{"prompt": "p", "session": "x", "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1}',
+         "line 2: session is 'x'"),
+        ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1, "loss_tokens": 2}',
+         "line 2: loss_tokens is 2 and response_tokens 1"),
+        ('{"prompt": "p", "session": 0, "trajectory": 7, "prompt_tokens": 9000, "response_tokens": 120}',
+         "row p/0/7 has 9,120 tokens and micro_batch_tokens is 8,192; raise it to 9,120"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence_and_exit_code_1(line, sentence):
+    done = raggedright("plan", "-", *VERIFICATION, stdin=jsonl(1) + line + "\n")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_or_not_text_is_bad_input(tmp_path: Path):
+    done = raggedright("plan", str(tmp_path / "none.jsonl"), *VERIFICATION)
+    assert done.returncode == 1
+    assert "No such file or directory; give a file of rows" in done.stderr
+    done = raggedright("plan", str(tmp_path), *VERIFICATION)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    done = raggedright("plan", "-", *VERIFICATION, stdin=b"\xff\xfe\x00")
+    assert done.returncode == 1
+    assert "line 1: not UTF-8 text" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ((), "required: --dp, --batch-size, --mini-batch-size, --rollout-n"),
+        ((*VERIFICATION, "--dp", "0"), "argument --dp: '0' is not a whole number of at least 1"),
+        ((*VERIFICATION, "--align", "gcd"), "invalid choice: 'gcd'"),
+        ((*VERIFICATION, "--micro-batch-rows", "8", "--micro-batch-tokens", "8"), "not allowed with"),
+        ((*VERIFICATION, "--loss-agg", "seq-mean-token-sum-norm"), "set loss_norm_tokens"),
+        ((*VERIFICATION, "--critic-warm-up"), "there is no critic_mini_batch_size"),
+        ((*VERIFICATION, "--compare", "--format", "svg"), "not with --format svg"),
+        ((*VERIFICATION, "--seed", "-1"), "seed is -1"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(args, sentence):
+    done = raggedright("plan", "-", *args)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_examples():
+    assert "raggedright plan rows.jsonl --dp 2" in raggedright("plan", "--help").stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(rows_file):
+    command = f"{sys.executable} -m raggedright plan {rows_file} {' '.join(VERIFICATION)} --format json | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

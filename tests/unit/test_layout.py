@@ -1,0 +1,125 @@
+from dataclasses import replace
+
+import pytest
+
+from raggedright import ConfigError, Layout
+
+GOOD = Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8, critic_mini_batch_size=9)
+AT_LEAST_ONE = (
+    "dp_size",
+    "batch_size",
+    "mini_batch_size",
+    "rollout_n",
+    "critic_mini_batch_size",
+    "epochs",
+    "loss_norm_tokens",
+    "micro_batch_tokens",
+    "micro_batch_rows",
+    "micro_batch_multiple",
+    "min_row_tokens",
+)
+AT_LEAST_ZERO = ("cost_linear", "cost_quadratic", "seed")
+OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
+CHOICES = {
+    "align": ("steps", "lcm"),
+    "collate": ("packed", "padded"),
+    "over_long": ("error", "alone", "drop"),
+    "loss_agg": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "session-mean", "prompt-mean"),
+}
+
+
+def error_of(**settings: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        replace(GOOD, **settings)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("name", AT_LEAST_ONE)
+def test_a_size_below_one_is_named_with_its_value(name: str, value: int) -> None:
+    least = 2 if name == "min_row_tokens" else 1
+    assert f"{name} is {value}; it takes a whole number of at least {least}" in error_of(**{name: value})
+
+
+def test_a_row_has_room_for_a_prompt_token_and_a_response_token() -> None:
+    """The shortest padding row is 1 + 1 tokens, so that no layout may ask for a shorter one."""
+    assert "min_row_tokens is 1; it takes a whole number of at least 2" in error_of(min_row_tokens=1)
+
+
+@pytest.mark.parametrize("name", AT_LEAST_ZERO)
+def test_a_negative_cost_or_seed_is_named_with_its_value(name: str) -> None:
+    assert f"{name} is -1; it takes a whole number of at least 0" in error_of(**{name: -1})
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0, "8", True, [8], float("inf")])
+@pytest.mark.parametrize("name", [*AT_LEAST_ONE, *AT_LEAST_ZERO])
+def test_a_setting_that_is_no_whole_number_is_named_with_its_value(name: str, value: object) -> None:
+    message = error_of(**{name: value})
+    assert f"{name} is {value!r}" in message
+    assert "whole number" in message
+
+
+@pytest.mark.parametrize("name", [name for name in (*AT_LEAST_ONE, *AT_LEAST_ZERO) if name not in OPTIONAL])
+def test_a_setting_that_must_be_given_is_named_where_it_is_none(name: str) -> None:
+    assert f"{name} is None" in error_of(**{name: None})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_choice_is_named_with_those_there_are(name: str) -> None:
+    for wrong in ("other", "", None, 3):
+        message = error_of(**{name: wrong})
+        assert f"{name} is {wrong!r}" in message
+        assert all(choice in message for choice in CHOICES[name])
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice_is_taken(name: str) -> None:
+    for choice in CHOICES[name]:
+        assert getattr(replace(GOOD, **{name: choice}), name) == choice  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_actor_trains_is_a_boolean(value: object) -> None:
+    message = error_of(actor_trains=value)
+    assert f"actor_trains is {value!r}" in message
+    assert "whole number" not in message
+
+
+def test_micro_batches_go_by_tokens_or_rows_but_not_both() -> None:
+    message = error_of(micro_batch_tokens=8_192, micro_batch_rows=8)
+    assert "micro_batch_tokens is 8,192" in message
+    assert "micro_batch_rows is 8" in message
+
+
+def test_a_budget_below_the_shortest_row_is_an_error_with_both_numbers() -> None:
+    message = error_of(micro_batch_tokens=1_000, min_row_tokens=1_024)
+    assert "micro_batch_tokens is 1,000" in message
+    assert "min_row_tokens 1,024" in message
+    assert replace(GOOD, micro_batch_tokens=1_024, min_row_tokens=1_024).capacity == 1_024
+
+
+def test_rows_that_cost_nothing_are_an_error() -> None:
+    message = error_of(cost_linear=0, cost_quadratic=0)
+    assert "cost_linear" in message
+    assert "cost_quadratic" in message
+
+
+def test_the_norm_mode_asks_for_its_constant() -> None:
+    message = error_of(loss_agg="seq-mean-token-sum-norm")
+    assert "seq-mean-token-sum-norm" in message
+    assert "loss_norm_tokens" in message
+    assert replace(GOOD, loss_agg="seq-mean-token-sum-norm", loss_norm_tokens=1).loss_norm_tokens == 1
+
+
+def test_some_role_must_train() -> None:
+    message = error_of(actor_trains=False, critic_mini_batch_size=None)
+    assert "actor_trains" in message
+    assert "critic_mini_batch_size" in message
+
+
+def test_the_budget_is_8192_tokens_unless_something_else_is_said() -> None:
+    bare = Layout(dp_size=1, batch_size=1, mini_batch_size=1)
+    assert (bare.micro_batch_tokens, bare.micro_batch_rows, bare.capacity) == (8_192, None, 8_192)
+    by_rows = Layout(dp_size=1, batch_size=1, mini_batch_size=1, micro_batch_rows=3)
+    assert (by_rows.micro_batch_tokens, by_rows.micro_batch_rows, by_rows.capacity) == (None, 3, 3)
+    assert (bare.cost_linear, bare.cost_quadratic) == (47_000, 1)

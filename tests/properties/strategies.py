@@ -85,8 +85,8 @@ def batches(draw: st.DrawFn) -> Rows:
 def layouts(draw: st.DrawFn, rows: Rows, align: str | None = None) -> Layout:
     """Any layout that fits these rows; sizes stay small under lcm, where padding grows with them."""
     align = align or draw(st.sampled_from(["steps", "lcm"]))
-    size = st.integers(1, 4) if align == "lcm" else st.sampled_from([1, 2, 5, 11, 30])
-    critic = draw(st.one_of(st.none(), size))
+    sizes = [1, 2, 3, 4] if align == "lcm" else [1, 2, 5, 11, 30]
+    critic = draw(st.sampled_from([None, None, *sizes]))
     over_long: OverLong = draw(st.sampled_from(("error", "alone", "drop")))
     min_row_tokens = draw(st.sampled_from([2, 2, 8, 64]))
     rule, budget = draw(st.sampled_from(["micro_batch_tokens", "micro_batch_rows"])), draw(st.integers(1, 9))
@@ -96,12 +96,12 @@ def layouts(draw: st.DrawFn, rows: Rows, align: str | None = None) -> Layout:
         budget = least + draw(st.one_of(st.just(0), st.integers(0, max(longest, 400))))
     linear, quadratic = draw(st.sampled_from([(47_000, 1), (1, 0), (0, 1), (8_192, 1)]))
     return Layout(
-        dp_size=draw(st.one_of(st.integers(1, 8), st.integers(1, 64))),
+        dp_size=draw(st.one_of(st.integers(1, 4), st.integers(1, 64))),
         batch_size=draw(st.integers(1, 30)),
-        mini_batch_size=draw(size),
+        mini_batch_size=draw(st.sampled_from(sizes)),
         rollout_n=draw(st.integers(1, 4)),
         critic_mini_batch_size=critic,
-        actor_trains=critic is None or draw(st.sampled_from([True, True, False])),
+        actor_trains=critic is None or draw(st.booleans()),
         epochs=draw(st.sampled_from([1, 1, 2, 3])),
         align="lcm" if align == "lcm" else "steps",
         loss_agg=draw(st.sampled_from(LOSS_AGGS)),

@@ -46,6 +46,17 @@ def test_levels_fill_every_bin_and_exceed_no_capacity(case: tuple[Ints, int, int
         check_level(sizes, num_bins, width, capacity)
 
 
+def test_levels_exceed_no_capacity_by_as_little_as_one() -> None:
+    """Small numbers, where a bin that is one over is likely."""
+    for seed in range(400):
+        random = np.random.default_rng(seed)
+        capacity, width = int(random.integers(6, 30)), int(random.integers(1, 5))
+        sizes = lengths(1, int(random.integers(2, capacity + 1)), int(random.integers(10, 60)), seed=seed)
+        num_bins = width * -(-count_bins(first_fit_decreasing(sizes, capacity)) // width)
+        if num_bins < len(sizes):
+            check_level(sizes, num_bins, width, capacity)
+
+
 @pytest.mark.parametrize(("low", "high"), [(300, 1_000), (1, 1_000), (240, 260), (334, 500), (1, 20)])
 @pytest.mark.parametrize("width", [1, 8])
 def test_levels_stay_in_capacity_where_rows_fit_tightly(low: int, high: int, width: int) -> None:

@@ -76,6 +76,15 @@ def test_first_fit_decreasing_equals_the_naive_one_for_many_rows(low: int, high:
     assert first_fit_decreasing(sizes, 1_000).tolist() == naive_first_fit_decreasing(sizes.tolist(), 1_000)
 
 
+def test_first_fit_decreasing_equals_the_naive_one_where_rows_fit_exactly() -> None:
+    """Small numbers, where the room of a bin often equals a size."""
+    for seed in range(400):
+        random = np.random.default_rng(seed)
+        capacity = int(random.integers(4, 40))
+        sizes = np.sort(random.integers(1, int(random.integers(1, capacity + 1)) + 1, 60))[::-1]
+        assert first_fit_decreasing(sizes, capacity).tolist() == naive_first_fit_decreasing(sizes.tolist(), capacity)
+
+
 @given(sizes_and_capacity(), st.sampled_from([1, 2, 8]))
 def test_a_packing_has_no_gaps_stays_in_capacity_and_needs_no_more_bins(case: tuple[Ints, int], multiple: int) -> None:
     sizes, capacity = case

@@ -135,8 +135,8 @@ def test_a_large_plan_fits_the_terminal_and_says_what_it_leaves_out(width: int):
     step = plan.steps("actor")[0]
     lane = _lanes(printed)[0]
     shown = sum(cell == "██" for cell in lane)
-    assert (step.num_slots, shown) == (20, 11 if width == 60 else 20)
-    assert " ".join(lane[shown:]) == ("+ 9 more slots" if width == 60 else "")
+    assert 10 <= shown < step.num_slots if width == 60 else shown == step.num_slots
+    assert " ".join(lane[shown:]) == (f"+ {step.num_slots - shown} more slots" if width == 60 else "")
     assert len(printed.splitlines()) < 70
 
 

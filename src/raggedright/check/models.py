@@ -71,16 +71,18 @@ def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) ->
         kind = AutoModelForTokenClassification
     else:
         kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
-    if name in BUILTIN:
-        model = kind.from_config(config)
-    else:
-        model = kind.from_pretrained(name, config=config)
+    model = kind.from_config(config) if name in BUILTIN else kind.from_pretrained(name, config=config)
     return nn.Module.to(model, DTYPES[dtype]).eval()
 
 
 def has_vision(config: PretrainedConfig) -> bool:
     """Whether rows of this model can carry images."""
     return hasattr(config, "vision_config")
+
+
+def is_text_only(name: str) -> bool:
+    """Whether a model, by its name or directory, has no vision tower."""
+    return not has_vision(_config(name))
 
 
 def _config(name: str) -> PretrainedConfig:

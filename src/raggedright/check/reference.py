@@ -51,17 +51,43 @@ def reference_step(
         if mask.sum() == 0:
             continue
         outputs, entropy = row_outputs(model, made_up.rows, i, row)
-        tokens = {name: value[mask.bool()] for name, value in row.items() if _per_response(value, mask)}
+        tokens = _loss_tokens(row, mask)
         loss, row_metrics = _row_losses(outputs[mask.bool()], entropy[mask.bool()], tokens, case)
         losses[i] = loss
         for name, value in row_metrics.items():
             metrics.setdefault(name, []).append(value.detach())
-    means = {name: torch.cat(values).mean().item() for name, values in metrics.items()}
-    return _aggregate(losses, made_up.rows, case.loss_agg), means
+    objective = _aggregate(losses, made_up.rows, case.loss_agg)
+    return objective, {
+        "objective": objective.item(),
+        **{name: torch.cat(values).mean().item() for name, values in metrics.items()},
+    }
 
 
-def _per_response(value: object, mask: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == mask.shape
+def reference_batch(made_up: "MadeUp") -> dict[str, float]:
+    """Metrics of the whole batch: means over rows, each row counted once."""
+    ppl, log_ppl_diff, kl = [], [], []
+    for row in made_up.fields:
+        mask = row["response_mask"]
+        assert isinstance(mask, Tensor)
+        if mask.sum() > 0:
+            tokens = _loss_tokens(row, mask)
+            old, rollout = tokens["old_log_probs"], tokens["rollout_log_probs"]
+            ppl.append(torch.exp(-old.mean()))
+            log_ppl_diff.append(rollout.mean() - old.mean())
+            kl.append(rollout - old)
+    lengths = made_up.rows.response_tokens.tolist()
+    return {
+        "rollout_corr/training_ppl": torch.stack(ppl).mean().item(),
+        "rollout_corr/log_ppl_diff": torch.stack(log_ppl_diff).mean().item(),
+        "rollout_corr/kl": torch.cat(kl).mean().item(),
+        "response_length/mean": sum(lengths) / len(lengths),
+    }
+
+
+def _loss_tokens(row: "TokenFields", mask: Tensor) -> dict[str, Tensor]:
+    """The row's per-response-token fields, at its loss tokens."""
+    fields = {name: value for name, value in row.items() if isinstance(value, Tensor) and value.shape == mask.shape}
+    return {name: value[mask.bool()] for name, value in fields.items()}
 
 
 def _row_losses(

@@ -23,8 +23,10 @@ from raggedright.check.reference import (
     KL_COEF,
     NORM_TOKENS,
     VALUE_CLIP,
+    reference_batch,
     reference_step,
 )
+from raggedright.metrics import row_metrics
 from raggedright.plan.cut import Step
 from raggedright.plan.plan import Role, make_plan
 from raggedright.tensors.batch import TensorBatch
@@ -32,6 +34,7 @@ from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.media import image_filler
+from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.schema import infer_schema
 
 ACTOR_FIELDS = ("old_log_probs", "ref_log_prob", "advantages")
@@ -67,6 +70,8 @@ def run_case(case: Case) -> Result:
         expected, expected_metrics = run_reference(model, made_up, batch, step, case)
         errors.append(relative_error(gradient, expected))
         drifts += [relative_drift(metrics[name], value) for name, value in expected_metrics.items()]
+    metrics = batch_metrics(batch)
+    drifts += [relative_drift(metrics[name], value) for name, value in reference_batch(made_up).items()]
     return Result(case, batch.plan.num_padding_rows, max(errors), max(drifts))
 
 
@@ -119,8 +124,22 @@ def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, cas
     for _, micro in batch.micro_batches(step, dp_rank, names):
         sums = _critic_loss(model, micro) if case.critic else _actor_loss(model, micro, case)
         sums.loss.backward()
-        totals = add_metrics([totals, sums.metrics])
+        totals = add_metrics([totals, sums.metrics, {"objective": sums.loss.detach()}])
     return totals
+
+
+def batch_metrics(batch: TensorBatch) -> dict[str, float]:
+    """Metrics of the whole batch from the forward pass over it: off-policy ones by row and token, lengths by row."""
+    (step,) = batch.plan.steps("forward")
+    counts = (batch.rows.loss_tokens > 0) & ~batch.rows.is_padding
+    row_weights = torch.from_numpy(counts / max(counts.sum(), 1))
+    totals: dict[str, Tensor] = {}
+    for dp_rank in range(step.dp_size):
+        for position, micro in batch.micro_batches(step, dp_rank, ("old_log_probs", "rollout_log_probs")):
+            old, rollout = micro.fields["old_log_probs"], micro.fields["rollout_log_probs"]
+            part = off_policy_metrics(old, rollout, micro.weights, row_weights[torch.from_numpy(position)])
+            totals = add_metrics([totals, part])
+    return {**{name: float(value) for name, value in totals.items()}, **row_metrics(batch.rows)}
 
 
 def _critic_loss(model: nn.Module, micro: MicroBatch) -> Sums:
@@ -186,6 +205,6 @@ def relative_error(gradient: Mapping[str, Tensor], expected: Mapping[str, Tensor
     return (difference / total) ** 0.5 if total else difference**0.5
 
 
-def relative_drift(value: Tensor, expected: float) -> float:
+def relative_drift(value: Tensor | float, expected: float) -> float:
     """Difference over the expected value, absolute where that is below one."""
     return abs(float(value) - expected) / max(1.0, abs(expected))

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from raggedright.cli import plan
+from raggedright.cli import check, plan
 from raggedright.errors import RaggedRightError
 
 EXIT_BAD_INPUT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add_command(commands)
+    check.add_command(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

@@ -1,0 +1,129 @@
+"""For any plan, gradient and metrics equal those of the rows run one by one: real models, ranks one after another."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raggedright.check import run
+from raggedright.check.cases import Case, choices, covering_cases
+from raggedright.check.models import BUILTIN, load_model
+from raggedright.check.run import run_case
+from raggedright.tensors.losses import TokenWeights
+
+OPTIONS = choices(list(BUILTIN), [1, 2, 3, 4], ["float64", "float32"])
+TEXT_ONLY = ["qwen3", "qwen3-moe"]
+CASES = list(
+    dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, text_only=TEXT_ONLY, seed=seed))
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(case, name)) for name in OPTIONS))
+def test_no_plan_changes_gradient_or_metrics(case: Case):
+    result = run_case(case)
+    assert result.passed, result
+
+
+def test_the_cases_cover_every_pair_of_choices_that_means_something():
+    pairs = {pair for case in covering_cases(OPTIONS, text_only=TEXT_ONLY) for pair in _pairs(case)}
+    fields = list(OPTIONS)
+    for i, a in enumerate(fields):
+        for b in fields[i + 1 :]:
+            for x in OPTIONS[a]:
+                for y in OPTIONS[b]:
+                    nonsense = {(a, x), (b, y)} & {("loss", "value")} and {a, b} & {"kl", "entropy", "model"}
+                    assert (a, x, b, y) in pairs or nonsense, (a, x, b, y)
+
+
+def _pairs(case: Case) -> set[tuple]:
+    values = [(name, getattr(case, name)) for name in OPTIONS]
+    return {(*first, *second) for i, first in enumerate(values) for second in values[i + 1 :]}
+
+
+def test_some_cases_have_much_padding_and_some_none():
+    padding = {run_case(case).padding_rows for case in CASES[:20]}
+    assert 0 in padding
+    assert max(padding) >= 10
+
+
+def test_a_pack_whose_positions_run_on_is_caught(monkeypatch):
+    """It is one long sequence to the model: wrong by nats, without a word."""
+    forward = run.forward_log_probs
+
+    def run_on(model, micro, **options):
+        positions = torch.arange(micro.inputs["input_ids"].shape[1])[None]
+        return forward(model, replace(micro, inputs={**micro.inputs, "position_ids": positions}), **options)
+
+    monkeypatch.setattr(run, "forward_log_probs", run_on)
+    assert run_case(Case(cut="one")).rel_error > 0.1
+
+
+def test_a_batch_denominator_is_caught(monkeypatch):
+    """verl 0.9.1 divides by rows that include padding: 20 real and 12 padding rows, gradient off by 0.375."""
+    right = TokenWeights.from_masks
+
+    def wrong(masks, *, loss, mean):
+        return right(masks, loss=[weight * 20 / 32 for weight in loss], mean=mean)
+
+    monkeypatch.setattr(TokenWeights, "from_masks", wrong)
+    assert run_case(Case(align="lcm", loss_agg="seq-mean-token-mean")).rel_error == pytest.approx(0.375)
+
+
+def test_metrics_over_padding_are_caught(monkeypatch):
+    right = TokenWeights.from_masks
+
+    def wrong(masks, *, loss, mean):
+        return right(masks, loss=loss, mean=[weight / 2 for weight in mean])
+
+    monkeypatch.setattr(TokenWeights, "from_masks", wrong)
+    result = run_case(Case())
+    assert result.rel_error < 1e-10
+    assert not result.passed
+
+
+def check(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "raggedright", "check", *args], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_command_says_what_it_found_in_json():
+    done = check("--model", "qwen3", "--dp", "2,3", "--dtype", "float64", "--most", "6", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["cases"]) == 6
+    names = {*OPTIONS, "critic", "padding_rows", "rel_error", "metric_drift"}
+    assert all(names <= case.keys() for case in found["cases"])
+    assert found["max_rel_error"] == max(case["rel_error"] for case in found["cases"]) <= 1e-10
+    assert found["max_metric_drift"] <= 1e-10
+
+
+def test_a_model_directory_of_ones_own_can_be_checked(tmp_path):
+    model = load_model("qwen3", "float32")
+    model.save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    done = check("--model", str(tmp_path), "--dp", "2", "--dtype", "float32", "--most", "4")
+    assert done.returncode == 0, done.stderr
+    assert "ok" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "sentence"),
+    [
+        (("--model", "no-such-model"), 1, "--model no-such-model: not one of qwen3, qwen3-moe, qwen3-vl"),
+        (("--dp", "0"), 2, "'0' is not a list of whole numbers of at least 1"),
+        (("--dtype", "int8"), 2, "invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(args, code, sentence):
+    done = check(*args)
+    assert done.returncode == code
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

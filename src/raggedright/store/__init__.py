@@ -1,0 +1,1 @@
+"""Where agent runs leave their rows and ranks fetch them: one protocol, three backends."""

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raggedright.arrays import Ints, sum_by
-from raggedright.plan.level import level, sort_into_slots, split_bins
+from raggedright.plan.level import _longest_first, level, sort_into_slots, split_bins
 from raggedright.plan.packing import count_bins, first_fit_decreasing
 
 
@@ -103,6 +103,20 @@ def test_split_bins_only_divides(values: list[int], more: int) -> None:
     assert sorted(set(split.tolist())) == list(range(count_bins(split)))
     for b in range(count_bins(split)):
         assert len(set(bins[split == b].tolist())) == 1, "rows of two bins were merged"
+
+
+@pytest.mark.parametrize("num_bins", [1, 7, 31, 32, 64, 200])
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (1, 1_000), (500, 1_000)])
+def test_dealing_in_rounds_equals_dealing_row_by_row(num_bins: int, low: int, high: int) -> None:
+    for num_rows in (0, 1, num_bins, 3 * num_bins + 5, 900):
+        values = np.sort(np.append(lengths(low, high, num_rows), lengths(low, 20 * high, num_rows // 10)))[::-1]
+        loads = [0] * num_bins
+        expected = []
+        for value in values.tolist():
+            lightest = loads.index(min(loads))
+            loads[lightest] += value
+            expected.append(lightest)
+        assert _longest_first(values, num_bins).tolist() == expected
 
 
 def test_split_bins_halves_the_dearest() -> None:

@@ -15,9 +15,9 @@ from raggedright.check.run import run_case
 from raggedright.tensors.losses import TokenWeights
 
 OPTIONS = choices(list(BUILTIN), [1, 2, 3, 4], ["float64", "float32"])
-TEXT_ONLY = ["qwen3", "qwen3-moe"]
+WITH_CRITIC = ["qwen3", "qwen3-moe"]
 CASES = list(
-    dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, text_only=TEXT_ONLY, seed=seed))
+    dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, with_critic=WITH_CRITIC, seed=seed))
 )
 
 
@@ -33,7 +33,7 @@ def test_no_plan_changes_gradient_or_metrics(case: Case):
 
 
 def test_the_cases_cover_every_pair_of_choices_that_means_something():
-    pairs = {pair for case in covering_cases(OPTIONS, text_only=TEXT_ONLY) for pair in _pairs(case)}
+    pairs = {pair for case in covering_cases(OPTIONS, with_critic=WITH_CRITIC) for pair in _pairs(case)}
     fields = list(OPTIONS)
     for i, a in enumerate(fields):
         for b in fields[i + 1 :]:

@@ -62,20 +62,20 @@ def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> 
     }
 
 
-def all_cases(options: Mapping[str, Sequence], *, text_only: Iterable[str]) -> Iterator[Case]:
+def all_cases(options: Mapping[str, Sequence], *, with_critic: Iterable[str]) -> Iterator[Case]:
     """Every combination that means something."""
     seen = set()
     for values in product(*options.values()):
-        case = _sensible(Case(**dict(zip(options, values, strict=True))), text_only)
+        case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic)
         if case not in seen:
             seen.add(case)
             yield case
 
 
-def covering_cases(options: Mapping[str, Sequence], *, text_only: Iterable[str], seed: int = 0) -> list[Case]:
+def covering_cases(options: Mapping[str, Sequence], *, with_critic: Iterable[str], seed: int = 0) -> list[Case]:
     """Few cases in which every pair of values of two fields occurs, if it can: greedy, the same for a seed."""
     random = Random(seed)
-    text_only = tuple(text_only)
+    with_critic = tuple(with_critic)
     missing = {((a, x), (b, y)) for a, b in combinations(options, 2) for x, y in product(options[a], options[b])}
     cases, idle = [], 0
     while missing and idle < 20:
@@ -83,7 +83,7 @@ def covering_cases(options: Mapping[str, Sequence], *, text_only: Iterable[str],
         for _ in range(40):
             values = {name: random.choice(list(values)) for name, values in options.items()}
             wanted = random.choice(sorted(missing, key=repr))
-            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), text_only))
+            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), with_critic))
         best = max(candidates, key=lambda case: len(missing & _pairs(case, options)))
         gained = missing & _pairs(best, options)
         idle = 0 if gained else idle + 1
@@ -97,9 +97,9 @@ def _pairs(case: Case, options: Mapping[str, Sequence]) -> set:
     return set(combinations([(name, getattr(case, name)) for name in options], 2))
 
 
-def _sensible(case: Case, text_only: Iterable[str]) -> Case:
-    """A value loss has neither KL nor entropy, and a critic is made of text models only."""
+def _sensible(case: Case, with_critic: Iterable[str]) -> Case:
+    """A value loss has neither KL nor entropy, and not every model can be made a critic."""
     if not case.critic:
         return case
-    model = case.model if case.model in text_only else next(iter(text_only), None)
+    model = case.model if case.model in with_critic else next(iter(with_critic), None)
     return replace(case, kl="none", entropy=False, model=model) if model else replace(case, loss="ppo")

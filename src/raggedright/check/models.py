@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -71,7 +72,11 @@ def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) ->
         kind = AutoModelForTokenClassification
     else:
         kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
-    model = kind.from_config(config) if name in BUILTIN else kind.from_pretrained(name, config=config)
+    try:
+        model = kind.from_config(config) if name in BUILTIN else kind.from_pretrained(name, config=config)
+    except (OSError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(f"--model {name}: transformers cannot load it as {kind.__name__} ({cause})") from None
     return nn.Module.to(model, DTYPES[dtype]).eval()
 
 
@@ -80,9 +85,9 @@ def has_vision(config: PretrainedConfig) -> bool:
     return hasattr(config, "vision_config")
 
 
-def is_text_only(name: str) -> bool:
-    """Whether a model, by its name or directory, has no vision tower."""
-    return not has_vision(_config(name))
+def has_critic(name: str) -> bool:
+    """Whether transformers has a model with outputs per token, which a critic is made of, for this one's family."""
+    return type(_config(name)) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 
 def _config(name: str) -> PretrainedConfig:
@@ -92,4 +97,8 @@ def _config(name: str) -> PretrainedConfig:
         raise ConfigError(
             f"--model {name}: not one of {', '.join(BUILTIN)} and not a model directory (it has no config.json)"
         )
-    return AutoConfig.from_pretrained(name)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(f"--model {name}: transformers cannot read its config.json ({cause})") from None

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from raggedright.cli import check, plan
 from raggedright.errors import RaggedRightError
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="raggedright COMMAND --help has examples.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"raggedright {version('raggedright')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add_command(commands)
     check.add_command(commands)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raggedright.cli.arguments import Commands, add_parser, count, counts
 from raggedright.errors import ConfigError, RaggedRightError
 
 if TYPE_CHECKING:
@@ -36,15 +37,14 @@ class CheckError(RaggedRightError):
     """A case is above its tolerance."""
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Declare the subcommand and its options."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "check",
-        help="prove that plans change no gradient and no metric",
+        summary="prove that plans change no gradient and no metric",
         description="Compare the gradient and metrics of planned batches with those of their rows run one by one.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
@@ -53,10 +53,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="NAME",
         help="qwen3, qwen3-moe, qwen3-vl or a model directory (default all three)",
     )
-    add("--dp", type=_numbers, default=[1, 2, 3, 4], metavar="N,N", help="data-parallel sizes (default 1,2,3,4)")
+    add("--dp", type=counts, default=[1, 2, 3, 4], metavar="N,N", help="data-parallel sizes (default 1,2,3,4)")
     add("--dtype", action="append", choices=DTYPES, help="default both")
     add("--seed", type=int, default=0, metavar="N", help="chooses the cases (default 0)")
-    add("--most", type=int, metavar="N", help="stop after N cases")
+    add("--most", type=count, metavar="N", help="stop after N cases")
     add("--full", action="store_true", help="every combination, not only every pair: hours")
     add("--format", choices=("table", "json"), default="table", help="default table")
     parser.set_defaults(run=run)
@@ -66,16 +66,16 @@ def run(args: argparse.Namespace) -> None:
     """Choose cases, run them, show them."""
     try:
         from raggedright.check.cases import all_cases, choices, covering_cases
-        from raggedright.check.models import BUILTIN, is_text_only
+        from raggedright.check.models import BUILTIN, has_critic
     except ModuleNotFoundError as error:
         raise ConfigError(f"check needs {error.name}; pip install 'raggedright[train]'") from None
     models = args.model or list(BUILTIN)
     options = choices(models, args.dp, args.dtype or DTYPES)
-    text_only = [model for model in models if is_text_only(model)]
+    with_critic = [model for model in models if has_critic(model)]
     if args.full:
-        cases: Iterable[Case] = all_cases(options, text_only=text_only)
+        cases: Iterable[Case] = all_cases(options, with_critic=with_critic)
     else:
-        coverings = (covering_cases(options, text_only=text_only, seed=args.seed + i) for i in range(COVERINGS))
+        coverings = (covering_cases(options, with_critic=with_critic, seed=args.seed + i) for i in range(COVERINGS))
         cases = dict.fromkeys(case for covering in coverings for case in covering)
     results = list(_run_all(list(islice(cases, args.most))))
     failed = [result for result in results if not result.passed]
@@ -145,14 +145,3 @@ def _print_table(results: "list[Result]", console: Console) -> None:
             "[green]ok[/]" if all(result.passed for result in group) else "[red]above[/]",
         )
     console.print(table)
-
-
-def _numbers(text: str) -> list[int]:
-    """Whole numbers of at least 1 with commas between, for argparse."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers of at least 1, such as 1,2,4")
-    return numbers

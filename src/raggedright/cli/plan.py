@@ -9,6 +9,7 @@ from typing import get_args
 
 from rich.console import Console
 
+from raggedright.cli.arguments import Commands, add_parser, count
 from raggedright.errors import ConfigError, RowsError
 from raggedright.ledger import close_ledger
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg, OverLong
@@ -31,27 +32,24 @@ A line of ROWS.jsonl is one row:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Declare the subcommand and its options."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "plan",
-        help="plan a batch of rows: steps, ranks, micro-batches, weights",
+        summary="plan a batch of rows: steps, ranks, micro-batches, weights",
         description="Plan a batch of ragged rows: the step, rank, micro-batch and weight of each.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="ROWS.jsonl", help="one JSON object a line; - reads standard input")
     add = parser.add_argument_group("the batch").add_argument
-    add(
-        "--dp", dest="dp_size", type=_count, required=True, metavar="N", help="data-parallel ranks (not the world size)"
-    )
-    add("--batch-size", type=_count, required=True, metavar="N", help="prompts in a batch")
-    add("--mini-batch-size", type=_count, required=True, metavar="N", help="prompts in an actor's mini-batch")
-    add("--rollout-n", type=_count, required=True, metavar="N", help="sessions a prompt")
-    add("--critic-mini-batch-size", type=_count, metavar="N", help="prompts in a critic's mini-batch, where one trains")
+    add("--dp", dest="dp_size", type=count, required=True, metavar="N", help="data-parallel ranks (not the world size)")
+    add("--batch-size", type=count, required=True, metavar="N", help="prompts in a batch")
+    add("--mini-batch-size", type=count, required=True, metavar="N", help="prompts in an actor's mini-batch")
+    add("--rollout-n", type=count, required=True, metavar="N", help="sessions a prompt")
+    add("--critic-mini-batch-size", type=count, metavar="N", help="prompts in a critic's mini-batch, where one trains")
     add("--critic-warm-up", dest="actor_trains", action="store_false", help="the critic trains alone")
-    add("--epochs", type=_count, default=1, metavar="N", help="times that each row is trained (default 1)")
+    add("--epochs", type=count, default=1, metavar="N", help="times that each row is trained (default 1)")
     add("--seed", type=int, default=0, metavar="N", help="shuffles prompts over steps (default 0)")
     add = parser.add_argument_group("alignment and weights").add_argument
     add(
@@ -59,11 +57,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="steps: the step count is the config's (default); lcm: equal row counts, for engines that ask for them",
     )  # fmt: skip
     add("--loss-agg", choices=get_args(LossAgg), default="token-mean", help="what a token weighs (default token-mean)")
-    add("--loss-norm-tokens", type=_count, metavar="L", help="the constant of seq-mean-token-sum-norm")
+    add("--loss-norm-tokens", type=count, metavar="L", help="the constant of seq-mean-token-sum-norm")
     group = parser.add_argument_group("micro-batches")
     rule = group.add_mutually_exclusive_group()
-    rule.add_argument("--micro-batch-tokens", type=_count, metavar="N", help="token budget (default 8192)")
-    rule.add_argument("--micro-batch-rows", type=_count, metavar="N", help="row count, instead of a token budget")
+    rule.add_argument("--micro-batch-tokens", type=count, metavar="N", help="token budget (default 8192)")
+    rule.add_argument("--micro-batch-rows", type=count, metavar="N", help="row count, instead of a token budget")
     add = group.add_argument
     add(
         "--collate",
@@ -71,10 +69,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default="packed",
         help="packed counts tokens (default), padded rectangles",
     )
-    add(
-        "--micro-batch-multiple", type=_count, default=1, metavar="N", help="asked for by pipeline parallel (default 1)"
-    )
-    add("--min-row-tokens", type=_count, default=2, metavar="N", help="asked for by context parallel (default 2)")
+    add("--micro-batch-multiple", type=count, default=1, metavar="N", help="asked for by pipeline parallel (default 1)")
+    add("--min-row-tokens", type=count, default=2, metavar="N", help="asked for by context parallel (default 2)")
     add("--over-long", choices=get_args(OverLong), default="error", help="a row above the token budget (default error)")
     add = parser.add_argument_group("output").add_argument
     add("--format", choices=("table", "json", "svg"), default="table", help="default table")
@@ -117,14 +113,3 @@ def _read(file: str) -> Rows:
         raise RowsError(f"{file}: {error.strerror}; give a file of rows, or - for standard input") from None
     except RowsError as error:
         raise RowsError(f"{'standard input' if file == '-' else file}, {error}") from None
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number

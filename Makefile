@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train test test-slow test-verl lint check-full bench-plan picture clean
+.PHONY: help train test test-slow test-verl lint check-full bench-plan bench-tensors picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -28,6 +28,9 @@ lint: .venv/installed
 
 bench-plan: .venv/installed .venv-verl/installed ## the planner's time and quality beside verl's, about two minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_plan.py $(ARGS)
+
+bench-tensors: .venv/installed ## padding rows and schema checks beside the least they could take
+	$(BIN)/python benchmarks/bench_tensors.py
 
 picture: .venv/installed ## the picture in the README, docs/plan.svg
 	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \

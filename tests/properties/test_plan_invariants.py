@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from properties import checks
 from properties.strategies import ODD_BATCHES, batches, layouts, make_rows, odd_layouts, plans
-from raggedright import Plan, Rows, make_plan
+from raggedright import Layout, Plan, Rows, make_plan
+from raggedright.plan.layout import Collate
 
 
 @given(plans())
@@ -23,6 +24,15 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_none_is_empty(plan:
 @given(plans())
 def test_no_micro_batch_exceeds_the_cap_as_it_is_collated(plan: Plan) -> None:
     checks.check_cap(plan)
+
+
+@given(batches(), st.integers(1, 3), st.integers(0, 100), st.sampled_from(["packed", "padded"]))
+def test_no_micro_batch_exceeds_the_cap_where_few_ranks_share_many_rows(
+    rows: Rows, dp_size: int, more: int, collate: Collate
+) -> None:
+    budget = max(int(rows.tokens.max(initial=2)), 2) + more
+    layout = Layout(dp_size=dp_size, batch_size=1, mini_batch_size=1, micro_batch_tokens=budget, collate=collate)
+    checks.check_cap(make_plan(rows, layout))
 
 
 @given(plans())

@@ -83,6 +83,15 @@ def test_one_giant_row_leaves_the_other_slots_level() -> None:
     assert costs[1:].max(axis=1).sum() * 8 <= 1.01 * costs[1:].sum()
 
 
+def test_a_slot_is_dealt_anew_by_cost_where_that_makes_it_cheaper() -> None:
+    """By size the 3 goes beside the 10 (13 and 12); by squares the three 4s still cost less than the 10 alone."""
+    sizes = np.array([10, 4, 4, 4, 3])
+    bins = level(sizes, sizes**2, first_fit_decreasing(sizes, 20), num_bins=2, width=2, capacity=20)
+    assert sorted(sum_by(bins, sizes**2, 2).tolist()) == [57, 100]
+    tight = level(sizes, sizes**2, first_fit_decreasing(sizes, 14), num_bins=2, width=2, capacity=14)
+    assert sorted(sum_by(tight, sizes, 2).tolist()) == [12, 13]
+
+
 def test_equal_rows_are_dealt_equally() -> None:
     costs = check_level(np.full(64, 10), 16, 4, 100)
     assert len(set(costs.ravel().tolist())) == 1

@@ -1,7 +1,6 @@
 """Padding rows are made from the schema: shortest, neutral, of no group, and in the shapes of the real rows."""
 
 from collections.abc import Callable
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,14 +233,11 @@ def test_tensors_are_shared_and_mutable_objects_are_not():
         assert first.fields[name] is not second.fields[name]
 
 
-def test_ten_thousand_padding_rows_take_well_under_a_second():
+def test_ten_thousand_padding_rows_hold_each_tensor_once():
     schema = infer_schema(rows_of(), real_fields(extra_info=lambda p, r: {}, mystery=lambda p, r: torch.ones(r, 64)))
-    seconds = []
-    for _ in range(3):
-        start = perf_counter()
-        assert len(padding_rows(schema, 10_000, token_id=0)) == 10_000
-        seconds.append(perf_counter() - start)
-    assert min(seconds) < 0.5
+    rows = padding_rows(schema, 10_000, token_id=0)
+    assert len({row.fields["uid"] for row in rows}) == 10_000 if "uid" in schema.fields else len(rows) == 10_000
+    assert len({id(row.fields["mystery"]) for row in rows}) == 1
 
 
 def test_no_padding_rows_need_no_schema():

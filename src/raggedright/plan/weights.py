@@ -13,9 +13,12 @@ same number. Counted within a step over items that have loss tokens (T tokens, N
 A row without loss tokens weighs exactly zero and counts in no denominator; so does padding.
 """
 
+from typing import get_args
+
 import numpy as np
 
 from raggedright.arrays import Floats, Ints, sum_by
+from raggedright.errors import ConfigError
 from raggedright.plan.layout import LossAgg
 from raggedright.rows import Rows
 
@@ -50,12 +53,15 @@ def _denominators(
         case "seq-mean-token-sum":
             return rows_of_step
         case "seq-mean-token-sum-norm":
-            assert norm is not None, "Layout asks for loss_norm_tokens"
-            return rows_of_step * norm
+            if norm is None:
+                raise ConfigError("loss_agg seq-mean-token-sum-norm divides by a constant; set loss_norm_tokens")
+            return rows_of_step * np.float64(norm)
         case "session-mean":
             return _mean_of_groups(step, tokens, session, num_steps)
         case "prompt-mean":
             return _mean_of_groups(step, tokens, prompt, num_steps)
+        case _:
+            raise ConfigError(f"loss_agg is {loss_agg!r}; it takes one of {', '.join(get_args(LossAgg))}")
 
 
 def _mean_of_groups(step: Ints, tokens: Ints, group: Ints, num_steps: int) -> Ints:

@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train test test-slow test-verl lint check-full bench-plan bench-tensors picture clean
+.PHONY: help train test test-slow test-verl lint check-full bench-plan bench-tensors bench-store picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -31,6 +31,9 @@ bench-plan: .venv/installed .venv-verl/installed ## the planner's time and quali
 
 bench-tensors: .venv/installed ## padding rows and schema checks beside the least they could take
 	$(BIN)/python benchmarks/bench_tensors.py
+
+bench-store: .venv/installed ## put, get, list and delete of each store, with files of 2 GB (ARGS=--quick)
+	$(BIN)/python benchmarks/bench_store.py $(ARGS)
 
 picture: .venv/installed ## the picture in the README, docs/plan.svg
 	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \

@@ -1,0 +1,180 @@
+"""One field's value as bytes, and back: no pickle, the same type, dtype, shape and bits.
+
+A value is a version byte, one item, and the CRC-32 of all that, little-endian throughout. An item is a tag and a body:
+
+    N T F            None, True, False
+    i                a whole number: its length in bytes (u64), two's complement
+    f                a float: 8 bytes
+    s b              text (UTF-8) or bytes: length (u64), then they
+    l t d            list, tuple, dict: count (u64), then the items; a dict's keys are text, numbers, booleans or None
+    x a z            torch tensor, numpy array, numpy scalar: dtype (u8 length, name), dims (u8 count, u64 each), raw
+
+Bytes may come from a stranger: every size is checked against the bytes that are there before memory is taken, nesting
+and dims are bounded, and whatever is unknown, cut or altered is a StoreError. What comes back owns its memory.
+
+The surprise: exact types only. A subclass (an OrderedDict, a namedtuple, a tensor of its own class) would come back as
+something else, so it is refused. Tensors are detached and come back on the CPU.
+"""
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raggedright.store.protocol import Fields, Key, StoreError
+from raggedright.store.reader import KEY_TYPES, MAX_DEPTH, MAX_DIMS, NUMPY, TORCH, Reader, altered
+
+VERSION = b"\x01"
+MAX_BYTES = 1_000_000_000 - 1_024  # SQLite's limit for one value, with room for the rest of its row
+
+_TORCH_NAMES = {dtype: name for name, dtype in TORCH.items()}
+_U64 = struct.Struct("<Q")
+_F64 = struct.Struct("<d")
+
+
+class Encoded(NamedTuple):
+    """A field's value as bytes, and its type for comparing: `torch.float32`, `numpy.int64`, `str`, `None`."""
+
+    type: str
+    data: bytes
+
+
+def type_name(value: object) -> str:
+    """What a field's type is called; only tensors and arrays have a dot in it."""
+    if isinstance(value, Tensor):
+        return str(value.dtype)
+    if isinstance(value, np.ndarray):
+        return f"numpy.{value.dtype}"
+    return "None" if value is None else type(value).__name__
+
+
+def encode_fields(key: Key, fields: Fields) -> dict[str, Encoded]:
+    """A row's fields as bytes; an error names the row and the field."""
+    encoded = {}
+    for name, value in fields.items():
+        if type(name) is not str or not _is_text(name):
+            raise StoreError(f"{key}: field {name!r:.60} has a name that is no text; a field's name is a string")
+        try:
+            encoded[name] = Encoded(type_name(value), encode(value))
+        except StoreError as error:
+            raise StoreError(f"{key}: field {name} {error}") from None
+    return encoded
+
+
+def decode_field(key: Key, name: str, data: object) -> object:
+    """The value that `encode` was given; an error names the row and the field."""
+    try:
+        return decode(data)
+    except StoreError as error:
+        raise StoreError(f"{key}: field {name} {error}") from None
+
+
+def encode(value: object) -> bytes:
+    """One value as bytes; an error says what cannot be one, without a subject."""
+    parts: list[bytes | memoryview] = [VERSION]
+    _write(value, parts, 0)
+    size = sum(len(part) for part in parts)
+    if size > MAX_BYTES:
+        raise StoreError(f"has {size:,} bytes and a value takes at most {MAX_BYTES:,}; split it into several fields")
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return b"".join([*parts, crc.to_bytes(4, "little")])
+
+
+def decode(data: object) -> object:
+    """The value that `encode` was given; an error says what is wrong with the bytes, without a subject."""
+    if not isinstance(data, bytes):
+        raise StoreError(f"is a {type(data).__name__} where bytes were stored; the file was altered")
+    if len(data) < 6 or zlib.crc32(memoryview(data)[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise StoreError(f"has {len(data):,} bytes that do not fit their checksum; the file was cut or altered")
+    if data[:1] != VERSION:
+        raise StoreError(f"is in format {data[0]} and this version reads {VERSION[0]}; read it with its own version")
+    reader = Reader(memoryview(data)[1:-4])
+    value = reader.item(0)
+    if reader.left:
+        raise altered(f"{reader.left:,} bytes after its end")
+    return value
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text) if not text.isascii() else True
+
+
+def _write(value: object, parts: list[bytes | memoryview], depth: int) -> None:
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        raise StoreError(f"is nested more than {MAX_DEPTH} deep; flatten it")
+    if value is None or kind is bool:
+        parts.append({None: b"N", True: b"T", False: b"F"}[value])  # type: ignore[index]
+    elif isinstance(value, Tensor):
+        _write_tensor(value, parts)
+    elif isinstance(value, np.ndarray | np.generic):
+        _write_array(value, parts)
+    elif kind in _PLAIN:
+        tag, to_bytes = _PLAIN[kind]
+        body = to_bytes(value)
+        parts += [tag + _U64.pack(len(body)), body] if tag != b"f" else [tag, body]
+    elif kind is list or kind is tuple:
+        parts.append((b"l" if kind is list else b"t") + _U64.pack(len(value)))  # type: ignore[arg-type]
+        for item in value:  # type: ignore[attr-defined]
+            _write(item, parts, depth + 1)
+    elif kind is dict:
+        parts.append(b"d" + _U64.pack(len(value)))  # type: ignore[arg-type]
+        for name, item in value.items():  # type: ignore[attr-defined]
+            if type(name) not in KEY_TYPES:
+                raise StoreError(f"has a dict with a key of type {type(name).__name__}; use text or numbers")
+            _write(name, parts, depth + 1)
+            _write(item, parts, depth + 1)
+    else:
+        raise _refused(value)
+
+
+_PLAIN: dict[type, tuple[bytes, Callable]] = {
+    int: (b"i", lambda n: n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)),
+    float: (b"f", _F64.pack),
+    str: (b"s", lambda text: text.encode("utf-8", "surrogatepass")),
+    bytes: (b"b", bytes),
+}
+
+
+def _refused(value: object) -> StoreError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return StoreError(
+        f"is or has in it a {kind}, which a store does not keep; give tensors, numpy arrays, dicts, lists, tuples, "
+        "text, bytes, numbers, booleans or None"
+    )
+
+
+def _write_tensor(value: Tensor, parts: list[bytes | memoryview]) -> None:
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested:
+        raise _refused(value)
+    name = _TORCH_NAMES.get(value.dtype)
+    if name is None:
+        raise StoreError(f"is a tensor of {value.dtype}, which a store does not keep; convert it")
+    flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride() != (1,):  # as those of no or one value may be
+        flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
+    raw: Any = flat.view(torch.uint8).numpy()
+    parts += [b"x" + _header(name, tuple(value.shape)), memoryview(raw)]
+
+
+def _write_array(value: np.ndarray | np.generic, parts: list[bytes | memoryview]) -> None:
+    name = value.dtype.str
+    if NUMPY.get(name) != value.dtype or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
+        raise StoreError(
+            f"is or has in it a numpy {type(value).__name__} of {value.dtype}, which a store does not keep"
+        )
+    tag = b"a" if isinstance(value, np.ndarray) else b"z"
+    parts += [tag + _header(name, value.shape), value.tobytes()]
+
+
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    if len(shape) > MAX_DIMS:
+        raise StoreError(f"has {len(shape)} dims and a value takes at most {MAX_DIMS}; reshape it")
+    name = dtype.encode()
+    return bytes([len(name)]) + name + bytes([len(shape)]) + struct.pack(f"<{len(shape)}Q", *shape)

@@ -1,0 +1,213 @@
+"""What every store does: what is put, listed and got. See conformance.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raggedright.store.protocol import Key, Store, StoreError
+from store.values import VALUES, bare, key, row, same, tokens
+
+Open = Callable[[], Store]
+
+
+def test_a_session_comes_back_bit_for_bit(store: Store) -> None:
+    rows = [tokens(3), tokens(5, start=2**40), tokens(1)]
+    store.put(key(), rows, score=0.25)
+    answer = store.get([row(key(), i) for i in range(3)], ["input_ids", "response_mask", "rollout_log_probs"])
+    assert [list(fields) for fields in answer] == [["input_ids", "response_mask", "rollout_log_probs"]] * 3
+    assert all(same(fields, dict(put.fields)) for fields, put in zip(answer, rows, strict=True))
+
+
+def test_a_value_of_every_type_comes_back_as_it_was(store: Store) -> None:
+    store.put(key(), [bare(**VALUES)])
+    (fields,) = store.get([row(key())], list(VALUES))
+    assert [name for name in VALUES if not same(fields[name], VALUES[name])] == []
+
+
+def test_a_listing_has_counts_tags_and_field_names(store: Store) -> None:
+    tags = {"text": "a'b\n\"c/ü", "empty": "", "int": -3, "float": 0.1, "true": True, "false": False, "none": None}
+    put = replace(tokens(4), prompt_tokens=7, loss_tokens=2, is_padding=True, tags=tags)
+    store.put(key("p", 3), [tokens(2), put], score=-1.5)
+    (entry,) = store.list()
+    assert (entry.key, entry.state, entry.cause, entry.score) == (key("p", 3), "finished", "", -1.5)
+    assert [r.key for r in entry.rows] == [row(key("p", 3), 0), row(key("p", 3), 1)]
+    first, second = entry.rows
+    assert (second.prompt_tokens, second.response_tokens, second.loss_tokens, second.is_padding) == (7, 4, 2, True)
+    assert same(dict(second.tags), tags)
+    assert second.field_names == {"input_ids", "response_mask", "rollout_log_probs"}
+    assert (dict(first.tags), first.is_padding) == ({}, False)
+
+
+def test_a_listing_is_in_the_order_of_keys_whatever_the_order_of_puts(store: Store) -> None:
+    keys = [key(p, s, a, round=r) for r in (0, 2) for p in ("10", "9", "é", "𝄞") for s in (0, 11) for a in (0, 1)]
+    for session in reversed(keys):
+        store.put(session, [tokens(1)])
+    assert [entry.key for entry in store.list()] == sorted(keys)
+
+
+def test_a_listing_can_be_filtered(store: Store) -> None:
+    store.put(key("a", 0), [tokens(1)])
+    store.put(key("a", 1), state="failed", cause="timed out")
+    store.put(key("b", 0), state="running")
+    store.put(key("a", 0, round=1), [tokens(1)])
+    assert [e.key for e in store.list(round=0)] == [key("a", 0), key("a", 1), key("b", 0)]
+    assert [e.key for e in store.list(prompt="a")] == [key("a", 0), key("a", 1), key("a", 0, round=1)]
+    assert [e.key for e in store.list(session=1)] == [key("a", 1)]
+    assert [e.key for e in store.list(state="finished")] == [key("a", 0), key("a", 0, round=1)]
+    assert [e.key for e in store.list(round=0, prompt="b", session=0, state="running")] == [key("b", 0)]
+    assert list(store.list(round=5)) == []
+    assert list(store.list(prompt="c")) == []
+
+
+def test_an_empty_store_lists_nothing(store: Store) -> None:
+    assert list(store.list()) == []
+    assert list(store.get([], ["input_ids"])) == []
+
+
+def test_an_answer_has_the_keys_asked_for_in_their_order_and_twice_if_asked_twice(store: Store) -> None:
+    store.put(key("a"), [tokens(1), tokens(2)])
+    store.put(key("b", round=7), [tokens(3)])
+    keys = [row(key("b", round=7)), row(key("a"), 1), row(key("b", round=7)), row(key("a"), 0)]
+    answer = store.get(keys, ["response_mask"])
+    assert [len(fields["response_mask"]) for fields in answer] == [3, 2, 3, 1]  # type: ignore[arg-type]
+    assert [list(fields) for fields in answer] == [["response_mask"]] * 4
+
+
+def test_no_fields_may_be_asked_for_but_the_keys_have_to_be_there(store: Store) -> None:
+    store.put(key(), [tokens(1)])
+    assert list(store.get([row(key())], [])) == [{}]
+    with pytest.raises(StoreError, match="row p/0/1"):
+        store.get([row(key()), row(key(), 1)], [])
+
+
+def test_fields_come_in_the_order_asked_for(store: Store) -> None:
+    store.put(key(), [bare(a=1, b=2, c=3)])
+    assert [list(f.items()) for f in store.get([row(key())], ["c", "a"])] == [[("c", 3), ("a", 1)]]
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [row(key("q")), row(key("p", 1)), row(key("p", 0, 1)), row(key(), 2), row(key(round=1)), Key(0, "p", 0, 0, -1)],
+)
+def test_a_missing_row_is_named(store: Store, missing: Key) -> None:
+    store.put(key(), [tokens(1), tokens(1)])
+    with pytest.raises(StoreError) as error:
+        store.get([row(key()), missing], ["input_ids"])
+    assert str(missing) in str(error.value)
+
+
+def test_a_missing_field_is_named_with_its_row(store: Store) -> None:
+    store.put(key(), [bare(a=1, b=1), bare(a=1)])
+    with pytest.raises(StoreError, match=r"row p/0/1.*field b"):
+        store.get([row(key(), 0), row(key(), 1)], ["a", "b"])
+
+
+def test_rows_of_a_session_may_differ_in_their_fields_and_have_none(store: Store) -> None:
+    store.put(key(), [bare(), bare(a=None), bare(b=1)])
+    assert [r.field_names for r in store.list()[0].rows] == [set(), {"a"}, {"b"}]
+    assert list(store.get([row(key(), 1)], ["a"])) == [{"a": None}]
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "running"])
+def test_nothing_is_put_twice(store: Store, state: str) -> None:
+    how = {"finished": {"rows": [tokens(2)]}, "failed": {"state": "failed", "cause": "x"}, "running": {}}
+    store.put(key(), **{"state": state, **how[state]})
+    again = "running" if state == "running" else "finished"
+    with pytest.raises(StoreError, match="session p/0, attempt 0") as error:
+        store.put(key(), state=again)
+    assert state in str(error.value)
+    assert [(e.state, len(e.rows)) for e in store.list()] == [(state, len(how[state].get("rows", ())))]
+
+
+@pytest.mark.parametrize("first", ["finished", "failed"])
+def test_a_final_session_does_not_become_another(store: Store, first: str) -> None:
+    store.put(key(), state=first, cause="x" if first == "failed" else "")  # type: ignore[arg-type]
+    for state in ("running", "finished", "failed"):
+        with pytest.raises(StoreError, match="next attempt"):
+            store.put(key(), state=state, cause="y" if state == "failed" else "")
+    assert [e.state for e in store.list()] == [first]
+
+
+def test_a_session_runs_and_then_is_finished_or_failed(store: Store) -> None:
+    store.put(key("a"), state="running")
+    store.put(key("b"), state="running")
+    assert [(e.state, e.rows) for e in store.list()] == [("running", ())] * 2
+    store.put(key("a"), [tokens(2)], score=1.0)
+    store.put(key("b"), state="failed", cause="ValueError: no answer")
+    a, b = store.list()
+    assert (a.state, len(a.rows), a.score) == ("finished", 1, 1.0)
+    assert (b.state, b.cause, b.rows) == ("failed", "ValueError: no answer", ())
+
+
+def test_a_finished_session_may_have_no_rows(store: Store) -> None:
+    store.put(key(), [], score=0.0)
+    (entry,) = store.list()
+    assert (entry.state, entry.rows, entry.score) == ("finished", (), 0.0)
+
+
+def test_the_next_attempt_stands_beside_the_one_before(store: Store) -> None:
+    store.put(key(), state="failed", cause="x")
+    store.put(key(attempt=1), [tokens(2)])
+    store.put(key(attempt=2), [tokens(3)])
+    answer = store.get([row(key(attempt=1)), row(key(attempt=2))], ["response_mask"])
+    assert [len(f["response_mask"]) for f in answer] == [2, 3]  # type: ignore[arg-type]
+    assert [e.state for e in store.list()] == ["failed", "finished", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"state": "failed"}, "cause"),
+        ({"state": "failed", "cause": "x", "rows": [tokens(1)]}, "1 row"),
+        ({"state": "running", "rows": [tokens(1)]}, "1 row"),
+        ({"state": "finished", "cause": "x"}, "cause"),
+        ({"state": "done"}, "done"),
+        ({"score": float("nan")}, "nan"),
+        ({"rows": [replace(tokens(1), loss_tokens=2)]}, "row p/0/0"),
+        ({"rows": [tokens(1), replace(tokens(1), prompt_tokens=-1)]}, "row p/0/1"),
+        ({"rows": [replace(tokens(1), tags={"t": [1]})]}, "tag t"),
+        ({"rows": [replace(tokens(1), tags={"t": float("inf")})]}, "tag t"),
+        ({"rows": [tokens(1), bare(odd=object())]}, "row p/0/1.*field odd"),
+        ({"rows": [bare(odd={"a": [object()]})]}, "row p/0/0.*field odd"),
+    ],
+)
+def test_a_wrong_put_is_refused_and_changes_nothing(store: Store, how: dict, named: str) -> None:
+    with pytest.raises(StoreError, match=named):
+        store.put(key(), **how)
+    assert list(store.list()) == []
+    store.put(key(), [tokens(1)])
+
+
+@pytest.mark.parametrize("wrong", [key(round=-1), key(session=-1), key(attempt=-1), key("\ud800"), key(session=2**63)])
+def test_a_wrong_key_is_refused(store: Store, wrong) -> None:
+    with pytest.raises(StoreError):
+        store.put(wrong, [tokens(1)])
+    assert list(store.list()) == []
+
+
+def test_a_field_has_one_dtype_in_a_round(store: Store) -> None:
+    """TransferQueue 0.1.11 acknowledges such a put as failed and its client goes on."""
+    store.put(key("a"), [bare(x=torch.zeros(2))])
+    with pytest.raises(StoreError, match=r"row b/0/1.*field x") as error:
+        store.put(key("b"), [bare(x=torch.zeros(1)), bare(x=torch.zeros(2, dtype=torch.float64))])
+    assert "torch.float64" in str(error.value)
+    assert "torch.float32" in str(error.value)
+    with pytest.raises(StoreError, match=r"row b/0/0.*field x"):
+        store.put(key("b"), [bare(x=[0.0])])
+    assert [e.key for e in store.list()] == [key("a")]
+    store.put(key("b"), [bare(x=torch.ones(5))])
+    store.put(key("a", round=1), [bare(x=torch.zeros(2, dtype=torch.float64))])
+
+
+def test_the_rows_of_one_put_agree_in_dtype_too(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"row p/0/1.*field x"):
+        store.put(key(), [bare(x=torch.zeros(2)), bare(x=torch.zeros(2, dtype=torch.int64))])
+    store.put(key(), [bare(x=torch.zeros(2, dtype=torch.int64))])
+
+
+def test_none_agrees_with_every_dtype_and_plain_numbers_with_each_other(store: Store) -> None:
+    store.put(key("a"), [bare(x=None, y=1), bare(x=torch.zeros(2), y=0.5), bare(x=None, y=True)])
+    keys = [row(key("a"), i) for i in range(3)]
+    assert same([f["y"] for f in store.get(keys, ["x", "y"])], [1, 0.5, True])

@@ -1,0 +1,49 @@
+"""Rows of a store's sessions for the planner, and when they are deleted."""
+
+from dataclasses import replace
+
+import pytest
+
+from raggedright.store.memory import MemoryStore
+from raggedright.store.protocol import StoreError
+from raggedright.store.rows import prune, rows_of
+from store.values import key, tokens
+
+
+def test_rows_are_those_of_finished_sessions_in_the_order_of_keys() -> None:
+    store = MemoryStore()
+    store.put(key("b", 1), [replace(tokens(3), prompt_tokens=4, loss_tokens=2), replace(tokens(1), is_padding=True)])
+    store.put(key("a", 0), state="failed", cause="x")
+    store.put(key("a", 0, 1), [tokens(5)])
+    store.put(key("a", 1), [])
+    rows = rows_of(reversed(store.list(round=0)))
+    assert rows.key.tolist() == ["a/0/0", "b/1/0", "b/1/1"]
+    assert rows.prompt_tokens.tolist() == [1, 4, 1]
+    assert rows.response_tokens.tolist() == [5, 3, 1]
+    assert rows.loss_tokens.tolist() == [5, 2, 1]
+    assert rows.is_padding.tolist() == [False, False, True]
+
+
+def test_no_rows_are_rows() -> None:
+    assert len(rows_of([])) == 0
+
+
+def test_two_attempts_or_two_rounds_are_not_mixed() -> None:
+    store = MemoryStore()
+    for session in (key(), key(attempt=1), key(round=1)):
+        store.put(session, [tokens(1)])
+    with pytest.raises(StoreError, match="attempt 1"):
+        rows_of(store.list(round=0))
+    with pytest.raises(StoreError, match="round 0"):
+        rows_of([store.list()[0], store.list()[2]])
+
+
+@pytest.mark.parametrize(
+    ("durable", "keep", "left"), [(2, 0, [3]), (2, 2, [1, 2, 3]), (0, 1, [0, 1, 2, 3]), (9, 0, [])]
+)
+def test_prune_keeps_what_no_durable_checkpoint_has_and_what_is_asked_for(durable: int, keep: int, left: list) -> None:
+    store = MemoryStore()
+    for round in range(4):
+        store.put(key(round=round), [tokens(1)])
+    prune(store, durable_round=durable, keep_rounds=keep)
+    assert [entry.key.round for entry in store.list()] == left

@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train test test-slow test-verl lint check-full bench-plan bench-tensors bench-store picture clean
+.PHONY: help train test test-slow test-verl test-ray lint check-full bench-plan bench-tensors bench-store picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -17,6 +17,10 @@ test-slow: .venv/installed test-verl ## the few tests that need minutes
 
 test-verl: .venv-verl/installed ## agreement with verl's own functions, in an environment of its own
 	PYTHONPATH=src .venv-verl/bin/python -m pytest -q tests/verl
+
+test-ray: .venv/installed ## the TransferQueue store on a real Ray; installs the extra, about two minutes
+	$(BIN)/pip install -q -c constraints.txt -e '.[ray]'
+	$(BIN)/pytest -q tests/store/test_transfer_queue.py
 
 check-full: .venv/installed ## the exactness check over every combination (hours; `raggedright check` takes a minute)
 	$(BIN)/raggedright check --full

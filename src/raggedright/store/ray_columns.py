@@ -1,0 +1,145 @@
+# pyright: reportMissingImports=false
+"""Values as TransferQueue's columns, and back: what it would alter goes another way.
+
+A column has one dtype and rank, for TransferQueue casts or loses what differs. Tensors of the usual dtypes go as they
+are, everything else (media, text, numbers, None, rare dtypes) as the bytes of `encoding.py` in a uint8 tensor.
+
+The surprise: tensors go in as a list, not nested. TransferQueue takes that in less than half the time, and what it
+returns is packed anew anyway, by the rows that happen to be asked for: nested, dense or a list. So answers are taken
+apart into rows, and checked.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from raggedright.store.encoding import decode_field, encode_fields, type_name
+from raggedright.store.protocol import Fields, Key, NewRow, StoreError
+from raggedright.store.ray_sessions import Column, Layout
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+ENCODED = "encoded"
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+NATIVE = {dtype: str(dtype).removeprefix("torch.") for dtype in _FLOATS + _WHOLE}
+
+
+class Cell(NamedTuple):
+    """A field's value as it travels."""
+
+    column: Column
+    tensor: Tensor
+
+
+def row_name(key: Key, write: int) -> str:
+    """A row's key in TransferQueue: the origin's, unique by round, attempt and write."""
+    prompt = quote(key.prompt, safe="/ :.,+-").replace("_", "%5F")
+    return f"{prompt}_{key.session}_{key.trajectory}@{key.round}.{key.attempt}.{write}"
+
+
+def to_cells(key: Key, fields: Fields) -> dict[str, Cell]:
+    """A row's fields as they travel; an error names the row and the field."""
+    native = {name: value for name, value in fields.items() if _is_native(value)}
+    encode_fields(key, dict.fromkeys(native))  # their names
+    cells = {name: _native(value) for name, value in native.items()}
+    for name, (type_, data) in encode_fields(key, {n: v for n, v in fields.items() if n not in native}).items():
+        cells[name] = Cell(Column(type_, ENCODED), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return {name: cells[name] for name in fields}
+
+
+def kinds(shared: dict[tuple, Layout], cells: Mapping[str, Cell]) -> Layout:
+    """What a row's fields are, the same object for rows that are alike."""
+    layout = {name: cell.column for name, cell in cells.items()}
+    return shared.setdefault(tuple(layout.items()), layout)
+
+
+def pack(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
+    """Rows that are alike as TransferQueue takes them, by field."""
+    from tensordict import NonTensorStack
+
+    columns = {name: [row[name].tensor for row in rows] for name in rows[0]}
+    return {name: NonTensorStack(*column) for name, column in columns.items()}
+
+
+def in_columns(packed: Mapping[str, object], layout: Layout, num_rows: int) -> "TensorDict | None":
+    """The same by column; None if there are no fields."""
+    from tensordict import TensorDict
+
+    return TensorDict({layout[name].name: each for name, each in packed.items()}, num_rows) if packed else None  # type: ignore[arg-type]
+
+
+def unpack(
+    what: str, keys: Sequence[Key], fields: Sequence[str], columns: Sequence[Column], answer: "TensorDict"
+) -> dict[Key, dict[str, object]]:
+    """The rows of an answer that has all that was asked for, or a StoreError; never a shorter one."""
+    names = {column.name for column in columns}
+    if answer.batch_size[0] != len(keys) or set(answer.keys()) != names:
+        raise StoreError(
+            f"{what}: {len(keys):,} rows with the columns {', '.join(sorted(names))} were asked of TransferQueue and "
+            f"{answer.batch_size[0]:,} with {', '.join(sorted(map(str, answer.keys()))) or 'none'} came; somebody else "
+            "changed them, start a new store"
+        )
+    rows: dict[Key, dict[str, object]] = {key: {} for key in keys}
+    for name, column in zip(fields, columns, strict=True):
+        kind = "uint8.1" if column.kind == ENCODED else column.kind
+        for key, tensor in zip(keys, _taken_apart(answer[column.name], kind), strict=True):
+            if tensor is None:
+                raise StoreError(f"{key}: field {name} was put as {kind} and came back as another; start a new store")
+            if column.kind == ENCODED:
+                rows[key][name] = decode_field(key, name, tensor.numpy().tobytes())
+            else:
+                rows[key][name] = tensor
+    return rows
+
+
+def tag(row: NewRow, num_rows: int, layout: Layout) -> dict[str, object]:
+    """What TransferQueue is told of a row: the origin's `is_padding`, and what others need to read it."""
+    return {
+        "is_padding": row.is_padding,
+        "prompt_tokens": row.prompt_tokens,
+        "response_tokens": row.response_tokens,
+        "loss_tokens": row.loss_tokens,
+        "rows": num_rows,
+        "tags": {**row.tags},
+        **columns_tag(layout),
+    }
+
+
+def columns_tag(layout: Layout) -> dict[str, object]:
+    """Of a row's tag, where its fields are."""
+    return {"columns": {name: column.name for name, column in layout.items()}}
+
+
+def _taken_apart(packed: object, kind: str) -> list[Tensor | None]:
+    """The rows of a column, None for one that is not of this kind."""
+    if isinstance(packed, Tensor) and packed.is_nested and kind.endswith(".1") and packed.layout is torch.jagged:
+        ends = packed.offsets().tolist()  # type: ignore[attr-defined] # a third of the time of unbind
+        values = packed.values()
+        alike = f"{NATIVE.get(values.dtype)}.{values.dim()}" == kind
+        return [values[i:j] if alike else None for i, j in pairwise(ends)]
+    tensors = packed.unbind() if isinstance(packed, Tensor) else packed
+    return [
+        t.contiguous() if isinstance(t, Tensor) and f"{NATIVE.get(t.dtype)}.{t.dim()}" == kind else None
+        for t in tensors  # type: ignore[union-attr]
+    ]
+
+
+def _is_native(value: object) -> bool:
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
+        and value.dtype in NATIVE  # type: ignore[attr-defined]
+    )
+
+
+def _native(value: object) -> Cell:
+    assert isinstance(value, Tensor)
+    tensor = value.detach().cpu().contiguous()
+    return Cell(Column(type_name(value), f"{NATIVE[value.dtype]}.{value.dim()}"), tensor)

@@ -1,0 +1,247 @@
+# pyright: reportMissingImports=false
+"""A store on TransferQueue and Ray, for clusters: many processes and machines, tensors in the memory of its units.
+
+TransferQueue speaks pickle over unauthenticated sockets: trusted networks only.
+
+TransferQueue carries the values, an actor of ours (`ray_sessions.py`) says which sessions there are. A put sends its
+rows first and then becomes visible in one step; a get asks where the rows are, fetches them, compares what came back
+with what was asked for, and asks whether their round is still there. Every call ends in a bounded time.
+
+For others who read the same TransferQueue: a round is the partition `{run}/{round}`, a row the key
+`{uid}_{session}_{trajectory}@{round}.{attempt}.{write}` (% and _ of the uid are escaped as in a URL). Tensors are
+tensors, in a column with the field's name; where a round has the field in a second dtype or rank, or again after an
+update, the column has another one. Any other value is a uint8 tensor (see `encoding.py`). The row's tag has its
+`columns`, the number of `rows` of its session, `is_padding`, the counts, and the row's own `tags`.
+
+The surprise: nothing is on disk. The store ends with the process that started it, or when that one closes it; the
+others only let go. A dead storage unit, controller or sessions' actor is a StoreError in seconds and takes what it had.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from typing import Any, Self, TypeVar
+
+from raggedright.store.checks import check_put
+from raggedright.store.protocol import Fields, Key, NewRow, RowEntry, SessionEntry, SessionKey, State, StoreError
+from raggedright.store.ray_columns import Cell, columns_tag, in_columns, kinds, pack, row_name, tag, to_cells, unpack
+from raggedright.store.ray_sessions import Column, Layout, Listed
+from raggedright.store.ray_start import connect
+
+__all__ = ["TransferQueueStore"]
+
+ROWS_A_CALL = 1024  # of TransferQueue, so that a call's time does not grow with the round
+_T = TypeVar("_T")
+
+
+class TransferQueueStore:
+    """A run's store; attaches to the TransferQueue at a Ray address, or starts one and owns it."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        run: str = "run",
+        storage_units: int = 2,
+        timeout: float = 60.0,
+        start_timeout: float = 180.0,
+    ) -> None:
+        self._link, self._owns = connect(address, storage_units, start_timeout)
+        self._run, self._timeout, self._closed = run, timeout, False
+
+    @property
+    def address(self) -> str:
+        """Where other processes find it."""
+        return self._link.address
+
+    def put(
+        self,
+        session: SessionKey,
+        rows: Sequence[NewRow] = (),
+        *,
+        state: State = "finished",
+        cause: str = "",
+        score: float | None = None,
+    ) -> None:
+        """Record a session: as running, as finished with all its rows, or as failed with a cause."""
+        check_put(session, rows, state, cause, score)
+        session = SessionKey(*session)
+        keys = [Key(*session, i) for i in range(len(rows))]
+        cells = [to_cells(key, row.fields) for key, row in zip(keys, rows, strict=True)]
+        shared: dict[tuple, Layout] = {}
+        about = [
+            ((row.prompt_tokens, row.response_tokens, row.loss_tokens, row.is_padding, {**row.tags}), kinds(shared, c))
+            for row, c in zip(rows, cells, strict=True)
+        ]
+        asked = self._send("put", session, state, cause, score, about, self._lease(len(rows), len(shared)))
+        packed = pack(cells) if len(shared) == 1 and len(rows) <= ROWS_A_CALL else None  # meanwhile
+        write, layouts = self._link.hear(asked, self._timeout)
+        if rows:
+            tags = [tag(row, len(rows), layout) for row, layout in zip(rows, layouts, strict=True)]
+            self._write(write, [(key, write) for key in keys], cells, layouts, tags, packed)
+
+    def list(
+        self,
+        *,
+        round: int | None = None,
+        prompt: str | None = None,
+        session: int | None = None,
+        state: State | None = None,
+    ) -> Sequence[SessionEntry]:
+        """Sessions that match, in the order of their keys."""
+        return _entries(*self._ask("listing", round, prompt, session, state))
+
+    def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
+        """These fields of these rows, in the order asked for."""
+        keys = [Key(*key) for key in keys]
+        found, lists = self._ask("locate", keys, fields)
+        groups: dict[tuple[int, int], dict[Key, int]] = defaultdict(dict)
+        for key, (write, columns) in zip(keys, found, strict=True):
+            groups[key.round, columns][key] = write
+        values: dict[Key, dict[str, object]] = {}
+        for (round, columns), rows in groups.items() if fields else ():
+            for part in _parts([*rows.items()]):
+                values |= self._fetch(round, part, fields, lists[columns])
+        self._ask("check_rounds", {key.round for key in keys})
+        seen: set[Key] = set()
+        answer = []
+        for key in keys:
+            row = values.get(key, {})
+            answer.append(deepcopy(row) if key in seen else row)
+            seen.add(key)
+        return answer
+
+    def update(self, values: Mapping[Key, Fields]) -> None:
+        """Add fields to rows that are there, all of them or none."""
+        values = {Key(*key): fields for key, fields in values.items()}
+        cells = [to_cells(key, fields) for key, fields in values.items()]
+        shared: dict[tuple, Layout] = {}
+        new = {key: kinds(shared, c) for key, c in zip(values, cells, strict=True)}
+        write, placed = self._ask("update", new, self._lease(len(new), len(shared) * len({key.round for key in new})))
+        rows = [(key, made_by) for key, (made_by, _, _) in zip(values, placed, strict=True)]
+        tags = [columns_tag(whole) for _, _, whole in placed]
+        self._write(write, rows, cells, [new for _, new, _ in placed], tags)
+
+    def delete(self, round: int) -> None:
+        """Forget all sessions of a round and of those before it; they are out of sight even if clearing fails."""
+        self._clear(self._ask("delete", round))
+
+    def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
+        """The last attempt of each of these (prompt, session) pairs, once all are finished or failed."""
+        wanted = sorted({(prompt, session) for prompt, session in sessions})
+        return _entries(*self._ask("wait", round, wanted, timeout, within=timeout + self._timeout))
+
+    def close(self) -> None:
+        """Let go of the store; what was put stays, unless this one started it."""
+        if not self._closed and self._owns:
+            self._link.stop()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _send(self, method: str, *args: object) -> Any:
+        if self._closed:
+            raise StoreError(f"the store of run {self._run} on TransferQueue is closed; open it again")
+        return self._link.ask(self._run, method, *args)
+
+    def _ask(self, method: str, *args: object, within: float = 0.0) -> Any:
+        return self._link.hear(self._send(method, *args), within or self._timeout)
+
+    def _lease(self, num_rows: int, num_groups: int) -> float:
+        """Longer than a write can take: its calls, and the two to the sessions' actor."""
+        return self._timeout * (num_rows // ROWS_A_CALL + num_groups + 4)
+
+    def _write(
+        self,
+        write: int,
+        rows: Sequence[tuple[Key, int]],
+        cells: Sequence[Mapping[str, Cell]],
+        layouts: Sequence[Layout],
+        tags: Sequence[dict[str, object]],
+        packed: Mapping[str, object] | None = None,
+    ) -> None:
+        """Send the rows, those with the same columns together, and commit."""
+        import transfer_queue
+
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, ((key, _), layout) in enumerate(zip(rows, layouts, strict=True)):
+            groups[key.round, id(layout)].append(i)
+        with self._giving_up(write, ended=False):  # what was cut short may still arrive
+            for (round, _), members in groups.items():
+                for part in _parts(members):
+                    values = packed if packed is not None else pack([cells[i] for i in part])
+                    fields = in_columns(values, layouts[part[0]], len(part))
+                    names = [row_name(*rows[i]) for i in part]
+                    partition, new_tags = self._partition(round), [dict(tags[i]) for i in part]
+                    call = transfer_queue.async_kv_batch_put(names, partition, fields, new_tags)
+                    self._link.queue(_several([rows[i][0] for i in part]), call, self._timeout)
+        with self._giving_up(write, ended=True):
+            self._ask("commit", write)
+
+    @contextmanager
+    def _giving_up(self, write: int, *, ended: bool) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(StoreError):
+                self._clear(self._ask("abort", write, ended))
+            raise
+
+    def _fetch(
+        self, round: int, rows: Sequence[tuple[Key, int]], fields: Sequence[str], columns: Sequence[Column]
+    ) -> dict[Key, dict[str, object]]:
+        import transfer_queue
+
+        names, keys = [row_name(*row) for row in rows], [key for key, _ in rows]
+        wanted = [*dict.fromkeys(column.name for column in columns)]
+        call = transfer_queue.async_kv_batch_get(names, self._partition(round), wanted)
+        answer = self._link.queue(_several(keys), call, self._timeout)
+        return unpack(_several(keys), keys, fields, columns, answer)
+
+    def _clear(self, rounds: Sequence[int]) -> None:
+        import transfer_queue
+
+        for round in rounds:
+            call = transfer_queue.get_client().async_clear_partition(self._partition(round))
+            self._link.queue(f"round {round}", call, self._timeout)
+
+    def _partition(self, round: int) -> str:
+        return f"{self._run}/{round}"
+
+
+def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    yield from (items[i : i + ROWS_A_CALL] for i in range(0, len(items), ROWS_A_CALL))
+
+
+def _several(keys: Sequence[Key]) -> str:
+    return str(keys[0]) if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more rows"
+
+
+def _entries(listed: Sequence[Listed], names: Sequence[Sequence[str]]) -> list[SessionEntry]:
+    field_names = [frozenset(each) for each in names]
+    return [
+        SessionEntry(
+            key=key,
+            state=state,
+            cause=cause,
+            score=score,
+            rows=tuple(
+                RowEntry(
+                    key=Key(*key, i),
+                    prompt_tokens=about[0],
+                    response_tokens=about[1],
+                    loss_tokens=about[2],
+                    is_padding=about[3],
+                    tags=about[4],
+                    field_names=field_names[layout],
+                )
+                for i, (about, layout) in enumerate(rows)
+            ),
+        )
+        for key, state, cause, score, rows in listed
+    ]

@@ -26,10 +26,9 @@ from store.conformance import *  # noqa: F403
 from store.values import bare, key, row, same, tokens
 
 missing = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
-pytestmark = [  # neither is imported here: every worker collects this file
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}; pip install 'raggedright[ray]'"),
-]
+if missing:  # neither is imported here: every worker collects this file
+    pytest.skip(f"not installed: {', '.join(missing)}; make test-ray installs and runs", allow_module_level=True)
+pytestmark = pytest.mark.xdist_group("ray")
 _runs = count()
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from raggedright.cli import check, plan
+from raggedright.cli import check, plan, report, train
 from raggedright.errors import RaggedRightError
 
 EXIT_BAD_INPUT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -24,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add_command(commands)
     check.add_command(commands)
-    args = parser.parse_args(argv)
+    train.add_command(commands, sys.argv[1:] if argv is None else argv)
+    report.add_command(commands)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and not hasattr(args, "take_unknown"):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.unknown = unknown
     try:
         args.run(args)
         sys.stdout.flush()

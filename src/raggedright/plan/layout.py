@@ -17,6 +17,8 @@ LossAgg = Literal[
     "prompt-mean",
 ]
 
+DEFAULT_TOKENS = 8192  # of a micro-batch, where neither tokens nor rows are given
+
 _CHOICES = {"align": Align, "collate": Collate, "over_long": OverLong, "loss_agg": LossAgg}
 _OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
 _LEAST = {"cost_linear": 0, "cost_quadratic": 0, "seed": 0, "min_row_tokens": 2}  # the others take 1 or more
@@ -58,7 +60,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is None and self.micro_batch_rows is None:
-            object.__setattr__(self, "micro_batch_tokens", 8192)
+            object.__setattr__(self, "micro_batch_tokens", DEFAULT_TOKENS)
         for field in fields(self):
             self._check(field.name, getattr(self, field.name))
         self._check_together()

@@ -1,1 +1,1 @@
-"""What people look at: a plan as a table in the terminal and as a picture."""
+"""What people look at: a plan as a table and as a picture, a run as a page."""

@@ -50,8 +50,8 @@ class _Cell:
     scale: float
 
 
-def draw_plan(plan: Plan, *, role: Role | None = None) -> str:
-    """The SVG of one role's cut, by default of the first role that trains."""
+def draw_plan(plan: Plan, *, role: Role | None = None, inline: str = "") -> str:
+    """The SVG of one role's cut, by default of the first that trains; `inline` names it within an HTML page."""
     role = role or plan.trained_roles[0]
     bands, sessions = _draw_sessions(plan)
     left = max((band.bottom for band in bands.values()), default=float(TOP))
@@ -65,7 +65,8 @@ def draw_plan(plan: Plan, *, role: Role | None = None) -> str:
         *_draw_legend(plan, bottom + 46),
     ]
     about = f"{rows_in_words(plan)}, laid out as {_steps_in_words(plan, role)}."
-    return page(body, bottom + 70, f"{about} Colours are prompts, widths are tokens, hatched bars are padding rows.")
+    about += " Colours are prompts, widths are tokens, hatched bars are padding rows."
+    return page(body, bottom + 70, about, inline=inline)
 
 
 def _draw_headings(plan: Plan, role: Role) -> list[str]:

@@ -109,18 +109,22 @@ def policy_loss(
 def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights, *, kind: KlEstimator = "k3") -> Sums:
     """KL(policy || reference), estimated per token: k1 = r, k2 = r^2 / 2, k3 = exp(-r) + r - 1, r the log-ratio."""
     log_probs, ref_log_probs = _neutral(weights, log_probs, ref_log_probs)
-    log_ratio = log_probs - ref_log_probs
+    losses = kl_estimate(log_probs - ref_log_probs, kind)
+    return Sums(_sum(losses, weights.loss), {"actor/kl_loss": _metric(losses, weights.loss)})
+
+
+def kl_estimate(log_ratio: Tensor, kind: KlEstimator) -> Tensor:
+    """KL(policy || reference) of each token from log-probs' differences, as verl bounds it."""
     match kind:
         case "k1":
-            losses = log_ratio
+            return log_ratio
         case "k2":
-            losses = 0.5 * log_ratio.square()
+            return 0.5 * log_ratio.square()
         case "k3":
             log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            losses = ((-log_ratio).exp() + log_ratio - 1).clamp(-K3_LIMIT, K3_LIMIT)
+            return ((-log_ratio).exp() + log_ratio - 1).clamp(-K3_LIMIT, K3_LIMIT)
         case _:
             raise ConfigError(f"KL estimator is {kind!r}; it takes one of {', '.join(get_args(KlEstimator))}")
-    return Sums(_sum(losses, weights.loss), {"actor/kl_loss": _metric(losses, weights.loss)})
 
 
 def entropy_loss(entropy: Tensor, weights: TokenWeights) -> Sums:

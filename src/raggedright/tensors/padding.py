@@ -9,7 +9,7 @@ The surprise: all padding rows share their tensors. Read them; to write, clone.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,15 +28,6 @@ class PaddingRow(NamedTuple):
 
     fields: dict[str, object]
     tags: dict[str, object]
-
-
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer here."""
-
-    @property
-    def eos_token_id(self) -> int | Sequence[int] | None:
-        """The id, or ids, of the end of a text."""
-        ...
 
 
 def padding_rows(
@@ -69,7 +60,7 @@ def padding_rows(
     return rows
 
 
-def padding_token_id(tokenizer: Tokenizer, given: int | None = None) -> int:
+def padding_token_id(tokenizer: object, given: int | None = None) -> int:
     """The token that padding rows are made of: the one given, else the (first) eos id of the tokenizer."""
     if given is not None:
         if given < 0:

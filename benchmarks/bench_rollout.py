@@ -1,0 +1,155 @@
+"""The local rollout engine beside transformers' own `generate`, on the same ragged requests.
+
+    make bench-rollout
+
+Every request names its own number of tokens. `generate` takes requests in batches of the same rows, left-padded, and
+runs each batch to its longest; the engine lets a row go when it ends and takes the next one in. Tokens are those that
+were asked for. Bare passes are what `generate` runs, without sampling or anything else around the model.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from raggedright.rollout.local import LocalEngine
+from raggedright.rollout.protocol import Request, Sampling
+from raggedright.rollout.sampling import noise_key
+
+
+class Case(NamedTuple):
+    what: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    requests: int
+    prompt: tuple[int, int]
+    tokens: Callable[[np.random.Generator], int]
+    batch_rows: int
+    repeats: int
+
+
+CASES = [
+    Case("a wave of 180 x 2 tokens", 64, 2, 18, 180, (2, 9), lambda rng: 2, 180, 10),
+    Case("64 x 4-64 tokens, 16 rows", 256, 4, 1_000, 64, (8, 64), lambda rng: _skewed(rng), 16, 1),
+    Case("64 x 4-64 tokens, 64 rows", 256, 4, 1_000, 64, (8, 64), lambda rng: _skewed(rng), 64, 1),
+]
+
+
+def _skewed(rng: np.random.Generator) -> int:
+    return int(np.clip(rng.lognormal(2.5, 1), 4, 64))
+
+
+def model_of(case: Case) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=2 * case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=case.hidden // 4,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def requests_of(case: Case) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            ids=rng.integers(0, case.vocabulary, rng.integers(case.prompt[0], case.prompt[1] + 1)).tolist(),
+            sampling=Sampling(max_tokens=case.tokens(rng)),
+            noise=noise_key(seed=0, round=0, prompt=str(number), session=0, attempt=0, trajectory=0),
+        )
+        for number in range(case.requests)
+    ]
+
+
+def padded(requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    columns = max(len(request.ids) for request in requests)
+    ids = torch.tensor([[0] * (columns - len(request.ids)) + list(request.ids) for request in requests])
+    mask = torch.tensor([[0] * (columns - len(r.ids)) + [1] * len(r.ids) for r in requests])
+    return ids, mask, max(request.sampling.max_tokens for request in requests)
+
+
+def ours(engine: LocalEngine, requests: list[Request]) -> None:
+    async def together() -> None:
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    asyncio.run(together())
+
+
+def theirs(model: PreTrainedModel, requests: list[Request], batch_rows: int) -> None:
+    for start in range(0, len(requests), batch_rows):
+        ids, mask, tokens = padded(requests[start : start + batch_rows])
+        model.generate(  # pyright: ignore[reportCallIssue]
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=tokens,
+            do_sample=True,
+            top_k=0,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+
+@torch.no_grad()
+def least(model: PreTrainedModel, requests: list[Request], batch_rows: int) -> None:
+    """A static batch's passes alone, each token being the row's last one again."""
+    for start in range(0, len(requests), batch_rows):
+        ids, mask, tokens = padded(requests[start : start + batch_rows])
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1).past_key_values
+        token, position = ids[:, -1:], positions[:, -1:]
+        for _ in range(tokens - 1):
+            position = position + 1
+            mask = torch.cat([mask, torch.ones_like(token)], dim=1)
+            model(input_ids=token, attention_mask=mask, position_ids=position, past_key_values=cache)
+
+
+def best_of(repeats: int, works: list[Callable[[], object]]) -> list[float]:
+    """The best time of each, taken in turns so that a busy machine is busy for all."""
+    seconds = [[0.0] * repeats for _ in works]
+    for turn in range(repeats):
+        for number, work in enumerate(works):
+            start = time.perf_counter()
+            work()
+            seconds[number][turn] = time.perf_counter() - start
+    return [min(each) for each in seconds]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    table = Table(
+        "what", "tokens", "engine, s", "tokens/s", "generate, s", "tokens/s", "engine is", "bare passes, s", box=None
+    )
+    for case in CASES:
+        model, requests = model_of(case), requests_of(case)
+        engine = LocalEngine(model, max_batch_rows=case.batch_rows)
+        tokens = sum(request.sampling.max_tokens for request in requests)
+        mine, other, bound = best_of(
+            case.repeats,
+            [
+                partial(ours, engine, requests),
+                partial(theirs, model, requests, case.batch_rows),
+                partial(least, model, requests, case.batch_rows),
+            ],
+        )
+        figures = (f"{mine:.3f}", f"{tokens / mine:,.0f}", f"{other:.3f}", f"{tokens / other:,.0f}")
+        table.add_row(case.what, f"{tokens:,}", *figures, f"{other / mine:.2f} x as fast", f"{bound:.3f}")
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

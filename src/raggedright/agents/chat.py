@@ -1,0 +1,44 @@
+"""A single-turn chat for real models: the task's messages in, one reply out, a reward from a function of yours.
+
+A task has "messages" (a list of role and content) or "prompt" (the user's text, or such a list). The reward function
+is named in the options as "module:function" and gets (task, text of the reply); it returns a number, or an awaitable
+of one. In a config:
+
+    agent.name = "chat"
+    agent.options = { reward = "my_rewards:exact", system = "Answer with a number.", max_tokens = 64 }
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from inspect import isawaitable
+from typing import cast
+
+from raggedright.agents.named import find_named
+from raggedright.agents.session import Message, Session, Task
+from raggedright.errors import ConfigError
+
+Reward = Callable[[Task, str], float | Awaitable[float]]
+
+
+class Chat:
+    """An agent with options: they are the arguments of its class."""
+
+    def __init__(self, *, reward: str, system: str = "", max_tokens: int | None = None) -> None:
+        found = find_named(reward, key="agent.options.reward")
+        if not callable(found):
+            raise ConfigError(f"agent.options.reward is {reward!r}, which cannot be called; name a function")
+        self._reward = cast(Reward, found)
+        self._system, self._max_tokens = system, max_tokens
+
+    async def __call__(self, task: Task, session: Session) -> float:
+        """One trajectory with one reply."""
+        trajectory = session.trajectory(self._messages(task))
+        reply = await trajectory.generate(max_tokens=self._max_tokens)
+        reward = self._reward(task, reply.text)
+        return await reward if isawaitable(reward) else reward
+
+    def _messages(self, task: Task) -> list[Message]:
+        given = task.data.get("messages", task.data.get("prompt"))
+        if not given or not isinstance(given, Sequence):
+            raise ValueError(f"task {task.uid} has no messages and no prompt; its fields are {', '.join(task.data)}")
+        messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+        return [{"role": "system", "content": self._system}, *messages] if self._system else messages

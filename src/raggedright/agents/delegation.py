@@ -1,0 +1,27 @@
+"""Delegation: a main agent keeps the first chunk of digits and gives the others to workers, which run at the same time.
+
+Each worker has a trajectory of its own, sees its chunk only, and reports one digit, the largest of it. The main agent
+answers from its own chunk and the reports. A malformed report ends the session.
+
+The workers' trajectories are opened before any of them runs: a trajectory's number names its randomness, so the order
+in which they are opened must not depend on which of them is quicker.
+"""
+
+import asyncio
+
+from raggedright.agents.digits import REPLY_TOKENS, cut, digit_of, digits_of, score
+from raggedright.agents.session import Session, Task
+
+
+async def delegate(task: Task, session: Session) -> float:
+    """One trajectory a worker, all at once, then one of the main agent."""
+    digits = digits_of(task)
+    own, *others = cut(digits, session.random, max_chunks=3)
+    workers = [session.trajectory(f"w{''.join(chunk)}=", role="worker") for chunk in others]
+    replies = await asyncio.gather(*(worker.generate(max_tokens=REPLY_TOKENS) for worker in workers))
+    reports = [digit_of(reply, session.tokenizer) for reply in replies]
+    if None in reports:
+        return score(session, None, digits)
+    main = session.trajectory(f"m{''.join(own)}|{''.join(map(str, reports))}=", role="main")
+    answer = digit_of(await main.generate(max_tokens=REPLY_TOKENS), session.tokenizer)
+    return score(session, answer, digits)

@@ -1,0 +1,176 @@
+"""Tasks of a run: from a JSONL or Parquet file, or made by a function; which of them are in which round.
+
+A file's tasks are shuffled afresh every epoch. Rounds take them one after another, so a round may have the end of one
+epoch and the beginning of the next. Invariants: an epoch has each task once; a round has none twice; what is in a round
+depends on (seed, round, batch_size) alone. A function makes endless tasks: task i is what it returns for (i, seed).
+
+The surprise: a round that spans two epochs must not have a task twice, so tasks that it has from the first one move
+back a little in the second one's order.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+
+from raggedright.agents.named import find_named
+from raggedright.agents.session import Task
+from raggedright.agents.values import is_text
+from raggedright.arrays import Ints
+from raggedright.errors import ConfigError
+
+Make = Callable[[int, int], Mapping[str, object]]
+
+KEY = "prompts.source"
+
+
+class Tasks(Protocol):
+    """Where a run's tasks come from."""
+
+    @property
+    def num_tasks(self) -> int | None:
+        """How many there are; None if there is no end to them."""
+        ...
+
+    def of_round(self, round: int, batch_size: int) -> list[Task]:
+        """The tasks of a round; rounds count from 1, and 0 is a draw of its own."""
+        ...
+
+
+def load_tasks(source: str, *, seed: int) -> Tasks:
+    """Tasks of a .jsonl or .parquet file, or of a "module:function" that takes (index, seed)."""
+    suffix = Path(source).suffix
+    if suffix in (".jsonl", ".parquet"):
+        if not Path(source).is_file():
+            raise ConfigError(f"{KEY} is {source}, and there is no such file; give its path from {Path.cwd()}")
+        lines = _jsonl(source) if suffix == ".jsonl" else _parquet(source)
+        return FileTasks(source, _named(source, lines), seed=seed)
+    if ":" not in source:
+        raise ConfigError(f"{KEY} is {source!r}; it takes a .jsonl or .parquet file, or 'module:function'")
+    make = find_named(source, key=KEY)
+    if not callable(make):
+        raise ConfigError(f"{KEY} is {source!r}, a {type(make).__name__}; it takes a function of (index, seed)")
+    return MadeTasks(source, cast(Make, make), seed=seed)
+
+
+class MadeTasks:
+    """Endless tasks, made by a function."""
+
+    def __init__(self, source: str, make: Make, *, seed: int) -> None:
+        self._source, self._make, self._seed = source, make, seed
+
+    @property
+    def num_tasks(self) -> None:
+        """There is no end to them."""
+        return
+
+    def of_round(self, round: int, batch_size: int) -> list[Task]:
+        """Tasks number round * batch_size and on."""
+        return [self._task(round * batch_size + i) for i in range(batch_size)]
+
+    def _task(self, index: int) -> Task:
+        data = self._make(index, self._seed)
+        if not isinstance(data, Mapping):
+            call = f"{self._source}({index}, {self._seed})"
+            raise ConfigError(f"{KEY}: {call} returned a {type(data).__name__}; it takes a mapping")
+        return Task(uid=str(index), data=data)
+
+
+class FileTasks:
+    """The tasks of a file, in a fresh order every epoch."""
+
+    def __init__(self, source: str, tasks: Sequence[Task], *, seed: int) -> None:
+        self._source, self._tasks, self._seed = source, tasks, seed
+        self._last: tuple[int, int, Ints] | None = None  # batch_size, epoch, its order
+
+    @property
+    def num_tasks(self) -> int:
+        """How many there are."""
+        return len(self._tasks)
+
+    def of_round(self, round: int, batch_size: int) -> list[Task]:
+        """The next `batch_size` tasks of the epochs' orders."""
+        size = len(self._tasks)
+        if batch_size > size:
+            raise ConfigError(
+                f"{batch_size:,} different tasks are wanted at once and {self._source} has {size:,}; "
+                "lower train.batch_size (or eval.prompts), or add tasks"
+            )
+        if round == 0:
+            return [self._tasks[i] for i in self._shuffled(-1)[:batch_size]]
+        epoch, start = divmod((round - 1) * batch_size, size)
+        order = self._order(epoch, batch_size)[start : start + batch_size]
+        rest = batch_size - len(order)
+        if rest:
+            order = np.concatenate([order, self._order(epoch + 1, batch_size)[:rest]])
+        return [self._tasks[i] for i in order.tolist()]
+
+    def _order(self, epoch: int, batch_size: int) -> Ints:
+        """An epoch's order, found from the one before it; the last one is kept."""
+        if self._last is None or self._last[0] != batch_size or self._last[1] > epoch:
+            self._last = batch_size, 0, self._shuffled(0)
+        _, known, order = self._last
+        for number in range(known + 1, epoch + 1):
+            taken = number * len(self._tasks) % batch_size  # of the round that spans both epochs
+            order = _after(order[len(order) - taken :], self._shuffled(number), batch_size - taken)
+        self._last = batch_size, max(known, epoch), order
+        return order
+
+    def _shuffled(self, epoch: int) -> Ints:
+        return np.random.default_rng([self._seed, epoch + 1]).permutation(len(self._tasks))
+
+
+def _after(taken: Ints, order: Ints, num_first: int) -> Ints:
+    """An order whose first `num_first` have none of those taken; the others follow as they came."""
+    if not len(taken):
+        return order
+    first = order[~np.isin(order, taken)][:num_first]
+    return np.concatenate([first, order[~np.isin(order, first)]])
+
+
+def _jsonl(source: str) -> Iterator[tuple[str, object]]:
+    with open(source, "rb") as lines:
+        for i, line in enumerate(lines, start=1):
+            where = f"{source}, line {i}"
+            try:
+                text = line.decode("utf-8-sig" if i == 1 else "utf-8").strip()
+                if text:
+                    yield where, json.loads(text)
+            except UnicodeDecodeError:
+                raise ConfigError(f"{where}: not UTF-8 text; tasks are JSON, one object a line") from None
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: not JSON ({error}); one line is one task, an object") from None
+
+
+def _parquet(source: str) -> Iterator[tuple[str, object]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        records = pyarrow.parquet.read_table(source).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{source}: not a Parquet file ({str(error).partition(chr(10))[0]}); write it again"
+        ) from None
+    yield from ((f"{source}, row {i}", record) for i, record in enumerate(records))
+
+
+def _named(source: str, records: Iterator[tuple[str, object]]) -> list[Task]:
+    """Tasks with a uid each: the field of that name, or the number of the task."""
+    tasks: list[Task] = []
+    places: dict[str, str] = {}
+    for where, record in records:
+        if not isinstance(record, Mapping):
+            raise ConfigError(f"{where}: a task is an object with fields, and this is a {type(record).__name__}")
+        uid = record.get("uid", len(tasks))
+        if isinstance(uid, bool) or not isinstance(uid, str | int) or not (is_text(uid := str(uid)) and uid):
+            raise ConfigError(f"{where}: field uid is {uid!r:.60}; it takes text or a whole number")
+        if uid in places:
+            raise ConfigError(f"{where}: field uid is {uid!r:.60}, as in {places[uid]}; give each task one of its own")
+        places[uid] = where
+        tasks.append(Task(uid=uid, data=record))
+    if not tasks:
+        raise ConfigError(f"{KEY} is {source}, which has no tasks; one line or row is one task")
+    return tasks

@@ -1,0 +1,257 @@
+"""One run of a round's sessions: its event loop, the agents under way, how each attempt ends, and how all end.
+
+An agent's code runs in a context that names its session, and so does every task it starts; the runner's and the
+engine's run in one that names none. So the watchdog interrupts agents only, and the end of a session cancels what it
+started and nothing else.
+"""
+
+import asyncio
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from inspect import isawaitable
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from raggedright.agents.causes import cause_of, one_line
+from raggedright.agents.session import Agent, Session, Task
+from raggedright.agents.settings import RolloutSettings
+from raggedright.agents.values import SessionError, finite
+from raggedright.agents.watchdog import Clock, Guarded, GuardedLoop, Watchdog, unguarded
+from raggedright.errors import RaggedRightError
+from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
+from raggedright.store.protocol import NewRow, SessionKey, Store
+
+MOST_GRACE = 1.0  # seconds between cancelling an agent and leaving it behind
+CANCELLED = "cancelled"
+_CANCELLED_OTHERS = "an agent cancelled tasks that are not its own (asyncio.all_tasks has all); cancel what it started"
+
+OnDone = Callable[[SessionKey, str], None]
+
+_log = logging.getLogger(__name__)
+
+
+class _Outcome(NamedTuple):
+    """What an attempt came to: rows and a score, or a cause."""
+
+    cause: str = ""
+    rows: Sequence[NewRow] = ()
+    score: float | None = None
+
+
+class Recorder:
+    """The one place where sessions are put. `open` has the current attempt of each session that is not final."""
+
+    def __init__(self, store: Store, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
+        self._store, self._on_done = store, on_done
+        self.open = {key[1:3]: key for key in keys}
+
+    def put(self, key: SessionKey, outcome: _Outcome, *, is_last: bool) -> None:
+        """Record an attempt; the last one ends its session."""
+        state = "failed" if outcome.cause else "finished"
+        self._store.put(key, outcome.rows, state=state, cause=outcome.cause, score=outcome.score)
+        if is_last:
+            del self.open[key[1:3]]
+            if self._on_done is not None:
+                self._on_done(key, state)
+        else:
+            self.open[key[1:3]] = key._replace(attempt=key.attempt + 1)
+
+    def put_cancelled(self) -> None:
+        """Record all that are open as failed."""
+        for key in [*self.open.values()]:
+            self.put(key, _Outcome(CANCELLED), is_last=True)
+
+
+class Round:
+    """One run: its loop, its sessions under way, and how it ends."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutSettings,
+        recorder: Recorder,
+    ) -> None:
+        self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
+        self._recorder = recorder
+        self._context_tokens = engine.context_tokens
+        self._grace = min(MOST_GRACE, settings.timeout)
+        self._clock = Clock()
+        self._active: dict[Guarded, Session] = {}
+        self._error: Exception | None = None
+        self._loop = GuardedLoop()
+        self._loop.set_exception_handler(lambda _loop, context: _log.debug("in an agent's task: %s", context))
+        self._main: asyncio.Task[None] | None = None
+
+    def run(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
+        """Run them all; afterwards nothing of theirs runs any more."""
+        with Watchdog(self._loop, self._settings.timeout).watching():
+            try:
+                self._main = self._loop.create_task(self._all(sessions))
+                self._drive(self._main)
+            except asyncio.CancelledError:
+                if self._error is not None:
+                    raise self._error from None
+                if not self._clock.stopped:
+                    raise RaggedRightError(_CANCELLED_OTHERS) from None
+                self._recorder.put_cancelled()
+            except KeyboardInterrupt:
+                self._end_all()
+                with suppress(RaggedRightError):  # it may have come in the middle of a put
+                    self._recorder.put_cancelled()
+                raise
+            finally:
+                self._close()
+
+    def cancel(self) -> None:
+        """From anywhere: end the run."""
+        self._clock.stopped = True
+        with suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._end_all()
+        assert self._main is not None
+        self._main.cancel()
+
+    async def _all(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
+        waiting = iter(sessions)
+        await asyncio.gather(*(self._work(waiting) for _ in range(min(self._settings.concurrency, len(sessions)))))
+
+    async def _work(self, waiting: Iterator[tuple[Task, SessionKey]]) -> None:
+        """One of `concurrency` workers: run the next session that waits, with its retries."""
+        for task, key in waiting:
+            last_attempt = key.attempt + self._settings.num_attempts - 1
+            is_last = False
+            while not is_last:
+                outcome = await self._attempt(task, key)
+                is_last = not outcome.cause or key.attempt == last_attempt
+                self._recorder.put(key, outcome, is_last=is_last)
+                key = key._replace(attempt=key.attempt + 1)
+
+    async def _attempt(self, task: Task, key: SessionKey) -> _Outcome:
+        """Run the agent once; it has returned, failed, or been left behind."""
+        settings = self._settings
+        session = Session(
+            task,
+            key,
+            tokenizer=self._tokenizer,
+            settings=settings,
+            generate=self._generate,
+            context_tokens=self._context_tokens,
+        )
+        guard = Guarded(self._clock, settings.timeout)
+        self._active[guard] = session
+        running = self._loop.create_task(self._call(session), context=guard.context())
+        while not running.done() and (left := guard.seconds_left) > 0:
+            await asyncio.wait({running}, timeout=left)
+        if running.done():
+            self._end(guard, "its agent has returned")
+        else:
+            self._end(guard, late := f"timed out after {settings.timeout:g} s")
+            await asyncio.wait({running}, timeout=self._grace)
+            if not guard.blocked_for:
+                return _Outcome(f"{late}; make it faster, or raise rollout.timeout")
+        return _outcome(running, session, guard)
+
+    async def _call(self, session: Session) -> object:
+        # A copy, because sessions of a prompt share a task, and what one does to it must not reach the others.
+        session.task = replace(session.task, data=deepcopy(session.task.data))
+        awaitable = self._agent(session.task, session)
+        if not isawaitable(awaitable):
+            raise SessionError(f"the agent returned a {type(awaitable).__name__} at once; make it `async def`")
+        try:
+            return await awaitable
+        finally:
+            session.end("its agent has returned")
+
+    async def _generate(self, request: Request) -> Generation:
+        """Ask the engine, whose code and tasks run in no session's name; its errors end the run."""
+        try:
+            with unguarded():
+                generation = await self._engine.generate(request)
+            if len(generation.ids) != len(generation.log_probs):
+                counts = f"{len(generation.ids)} ids and {len(generation.log_probs)} log-probs"
+                raise EngineError(f"the engine answered with {counts}; each id has one")
+        except Exception as error:
+            self._error = self._error or error
+            self._stop()
+            raise
+        return generation
+
+    def _end(self, guard: Guarded, why: str) -> None:
+        """Close a session; what it still has under way is cancelled."""
+        if (session := self._active.pop(guard, None)) is not None:
+            session.end(why)
+        guard.ended = True
+        for task in [*guard.tasks]:
+            task.cancel()
+
+    def _end_all(self) -> None:
+        for guard in [*self._active]:
+            self._end(guard, CANCELLED if self._clock.stopped else "the run has ended")
+
+    def _drive(self, future: asyncio.Task[object] | asyncio.Task[None]) -> None:
+        while True:
+            try:
+                self._loop.run_until_complete(future)
+            except SystemExit as error:  # asyncio lets it through; it is the cause of a failure if a session raised it
+                if not any(_raised(task, error) for task in self._loop.agent_tasks):
+                    raise
+            except RuntimeError:
+                if future.done():
+                    raise
+                _log.debug("an agent stopped the event loop; going on")
+            else:
+                return
+
+    def _close(self) -> None:
+        try:
+            self._end_all()
+            if tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
+                    task.cancel()
+                self._drive(self._loop.create_task(asyncio.wait(tasks, timeout=self._grace)))
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                _leave_behind(task)
+            self._loop.close()
+
+
+def _outcome(running: asyncio.Task[object], session: Session, guard: Guarded) -> _Outcome:
+    """What the agent's end means: a session needs a finite reward and a trajectory or more."""
+    ran = running.done() and not running.cancelled()
+    error = running.exception() if ran else asyncio.CancelledError()
+    if guard.blocked_for and (error is None or isinstance(error, asyncio.CancelledError)):
+        return _Outcome(f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
+    if error is not None:
+        return _Outcome(cause_of(error, __file__))
+    value = running.result()
+    score = finite(value)
+    if score is None:
+        shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
+        return _Outcome(one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
+    if not session.num_trajectories:
+        return _Outcome("returned without a trajectory; open one with session.trajectory(prompt) and generate in it")
+    try:
+        return _Outcome(rows=session.rows(), score=score)
+    except SessionError as invalid:
+        return _Outcome(one_line(f"SessionError: {invalid}"))
+
+
+def _leave_behind(task: asyncio.Task[object]) -> None:
+    """Never free a task that would not end: freeing runs its code once more, even at the interpreter's exit.
+
+    An agent that swallows everything would then spin for ever, outside of any event loop.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+
+
+def _raised(task: asyncio.Task[object], error: BaseException) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is error

@@ -1,0 +1,89 @@
+"""Runs a round's sessions to their end and puts each into the store: finished with its rows, or failed with a cause.
+
+An agent can fail its own session only. Whatever it raises, returns or leaves undone becomes the cause of that session's
+failure; the other sessions record the same bits as without it. Three errors are not an agent's and end the run: the
+store's, the engine's, and the user's Ctrl-C. `on_failure` "retry" runs a failed session again under the next attempt;
+what the others mean for a group is the trainer's business.
+
+All sessions share one event loop in the calling thread; puts happen in that loop, in one place.
+
+The surprise: a time-out does not wait for the agent. It is cancelled and gets a short grace; one that swallows the
+cancellation is left behind, its session closed, and never runs again once the round is over.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from raggedright.agents.round import OnDone, Recorder, Round
+from raggedright.agents.session import Agent, Task
+from raggedright.agents.settings import RolloutSettings
+from raggedright.errors import RaggedRightError
+from raggedright.rollout.protocol import Engine
+from raggedright.store.protocol import SessionKey, Store
+
+__all__ = ["RolloutSettings", "Runner"]
+
+
+class Runner:
+    """Runs an agent on tasks, with an engine; `run` can be called again and again."""
+
+    def __init__(
+        self, *, agent: Agent, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings
+    ) -> None:
+        self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
+        self._round: Round | None = None
+
+    def run(
+        self,
+        store: Store,
+        *,
+        round: int,
+        sessions: Sequence[tuple[Task, int]],
+        greedy: bool = False,
+        on_done: OnDone | None = None,
+    ) -> None:
+        """Run all of these (task, session number) pairs until each is finished or failed in the store.
+
+        `on_done` gets a session's key and "finished" or "failed", once its last attempt is put. In the main thread an
+        agent that blocks the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
+        """
+        _refuse_running_loop()
+        settings = self._settings
+        if greedy:
+            settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
+        pairs = {(task.uid, number): (task, number) for task, number in sessions}
+        if len(pairs) < len(sessions):
+            twice = next(pair for pair in pairs if sum((t.uid, n) == pair for t, n in sessions) > 1)
+            raise RaggedRightError(
+                f"round {round}: session {twice[0]}/{twice[1]} is given twice; number them 0, 1, ..."
+            )
+        next_attempt = dict.fromkeys(pairs, 0)
+        for entry in store.list(round=round):
+            if (pair := (entry.key.prompt, entry.key.session)) in next_attempt:
+                next_attempt[pair] = max(next_attempt[pair], entry.key.attempt + 1)
+        keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
+        recorder = Recorder(store, keys, on_done)
+        self._round = Round(self._agent, self._engine, self._tokenizer, settings, recorder)
+        try:
+            self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
+        finally:
+            self._round = None
+
+    def cancel(self) -> None:
+        """End the run that is under way, if any: sessions that have not ended become failed (cancelled).
+
+        From a signal handler or from another thread; `run` returns soon after.
+        """
+        if (current := self._round) is not None:
+            current.cancel()
+
+
+def _refuse_running_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RaggedRightError("Runner.run drives an event loop of its own; call it outside of async code")

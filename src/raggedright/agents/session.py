@@ -1,0 +1,107 @@
+"""A session: what an agent holds while it runs on a task.
+
+Trajectories are numbered in the order they are opened, and their randomness is named by that number, so what a session
+records depends on its names and on the weights alone.
+
+The surprise: a session ends. Once its agent has returned, failed or run out of time, opening, generating, observing and
+reporting raise a SessionError, so that a task which goes on regardless adds nothing to it.
+"""
+
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from raggedright.agents.settings import RolloutSettings
+from raggedright.agents.tokens import Message, Tokens
+from raggedright.agents.trajectory import Generate, Reply, Trajectory
+from raggedright.agents.values import SessionError, finite, is_text
+from raggedright.store.protocol import NewRow, SessionKey
+
+__all__ = ["Agent", "Message", "Reply", "Session", "SessionError", "Task", "Trajectory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an agent is to do; `uid` names the prompt, `data` is whatever the source has for it."""
+
+    uid: str
+    data: Mapping[str, object]
+
+
+class Session:
+    """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it."""
+
+    __slots__ = (
+        "_context_tokens", "_ended", "_generate", "_metrics", "_settings", "_trajectories", "key", "random", "task",
+        "tokenizer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        task: Task,
+        key: SessionKey,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutSettings,
+        generate: Generate,
+        context_tokens: int,
+    ) -> None:
+        self.task, self.key, self.tokenizer = task, key, tokenizer
+        names = f"{settings.seed}/{key.round}/{key.session}/{key.attempt}/{key.prompt}"
+        self.random = random.Random(names.encode())
+        self._settings, self._generate, self._context_tokens = settings, generate, context_tokens
+        self._trajectories: list[Trajectory] = []
+        self._metrics: dict[str, float] = {}
+        self._ended = ""
+
+    def trajectory(self, prompt: Tokens, *, role: str = "agent") -> Trajectory:
+        """Open a fresh context; text is encoded without special tokens, messages by the tokenizer's template."""
+        self.check_open()
+        number, most = len(self._trajectories), self._settings.max_trajectories
+        if number >= most:
+            raise SessionError(
+                f"session {self.name} opens trajectory {number:,} and may have {most:,}; "
+                "open fewer, or raise rollout.max_trajectories"
+            )
+        if not isinstance(role, str) or not is_text(role):
+            raise SessionError(f"row {self.name}/{number}: role is {role!r:.60}; it takes text")
+        trajectory = Trajectory(self, number, role, prompt)
+        self._trajectories.append(trajectory)
+        return trajectory
+
+    def report(self, **metrics: float) -> None:
+        """Add numbers of the session beside its reward, e.g. exact_match; the last of a name counts."""
+        self.check_open()
+        for name, value in metrics.items():
+            if (number := finite(value)) is None or not is_text(name):
+                raise SessionError(f"session {self.name}: report({name!r:.60}) has {value!r:.60}; give finite numbers")
+            self._metrics[name] = number
+
+    @property
+    def name(self) -> str:
+        """What messages call it: prompt/session."""
+        return f"{self.key.prompt:.60}/{self.key.session}"
+
+    @property
+    def num_trajectories(self) -> int:
+        """How many trajectories were opened."""
+        return len(self._trajectories)
+
+    def check_open(self) -> None:
+        """Refuse once the session has ended."""
+        if self._ended:
+            raise SessionError(f"session {self.name} has ended ({self._ended}); await all it does before you return")
+
+    def end(self, why: str) -> None:
+        """Let nothing more be added; for the runner."""
+        self._ended = self._ended or why
+
+    def rows(self) -> list[NewRow]:
+        """One row a trajectory, as the store takes them; for the runner."""
+        metrics = {f"metric/{name}": value for name, value in self._metrics.items()}
+        return [trajectory.row(metrics) for trajectory in self._trajectories]
+
+
+Agent = Callable[[Task, Session], Awaitable[float]]

@@ -1,0 +1,192 @@
+"""One context of a session: a prompt, then every token that was generated or observed, in that order.
+
+Ids, log-probs and masks are recorded as they happen, and nothing is re-tokenised. Generated tokens carry loss; observed
+ones carry none, and their log-prob is 0. A trajectory that never generated is a row without loss tokens. Where a row
+has room left, a generation gets at most that room and ends with "length"; where it has none, it is an error.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from raggedright.agents.tokens import Message, Tokens, decode, encode, encode_turn, is_chat
+from raggedright.agents.values import SessionError, finite
+from raggedright.rollout.protocol import FinishReason, Generation, Request, Sampling
+from raggedright.rollout.sampling import noise_key
+from raggedright.store.protocol import NewRow
+
+if TYPE_CHECKING:
+    from raggedright.agents.session import Session
+
+Generate = Callable[[Request], Awaitable[Generation]]
+
+
+class Reply(NamedTuple):
+    """What was generated; the text is that of the ids, without special tokens."""
+
+    ids: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+class Trajectory:
+    """One context of a session: a prompt, then generated and observed tokens. `reward` is its own, if it has one."""
+
+    __slots__ = (
+        "_chat", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_prompt_tokens", "_session",
+        "_turn_start", "_weight_version", "number", "reward", "role",
+    )  # fmt: skip
+
+    def __init__(self, session: "Session", number: int, role: str, prompt: Tokens) -> None:
+        self._session, self.number, self.role = session, number, role
+        self.reward: float | None = None
+        self._ids: list[int] = []
+        self._ids = self._encode(prompt)
+        if not self._ids:
+            raise SessionError(f"row {self.name} has an empty prompt; a trajectory begins with a token or more")
+        self._chat: list[Message] | None = [dict(message) for message in prompt] if is_chat(prompt) else None  # type: ignore[arg-type]
+        self._prompt_tokens = self._turn_start = len(self._ids)
+        self._mask: list[int] = []
+        self._log_probs: list[float] = []
+        self._finish_reason = "none"
+        self._weight_version = -1
+        self._generating = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it: prompt/session/trajectory."""
+        return f"{self._session.name}/{self.number}"
+
+    @property
+    def ids(self) -> list[int]:
+        """A copy of the context so far."""
+        return [*self._ids]
+
+    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+        """Go on from the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row."""
+        self._check_idle()
+        sampling = self._sampling(max_tokens, stop)
+        request = Request(ids=self.ids, sampling=sampling, noise=self._noise())
+        self._generating = True
+        try:
+            generation = await self._session._generate(request)
+        finally:
+            self._generating = False
+        self._session.check_open()
+        self._ids += generation.ids
+        self._mask += [1] * len(generation.ids)
+        self._log_probs += generation.log_probs
+        self._finish_reason = generation.finish_reason
+        version = generation.weight_version
+        self._weight_version = version if self._weight_version < 0 else min(version, self._weight_version)
+        text = decode(self._session.tokenizer, generation.ids)
+        return Reply([*generation.ids], text, generation.finish_reason)
+
+    def observe(self, tokens: Tokens) -> None:
+        """Add tokens that carry no loss; messages go on the chat after a reply, with the next generation prompt."""
+        self._check_idle()
+        ids = self._encode_turn(tokens) if is_chat(tokens) else self._encode(tokens)
+        self._ids += ids
+        self._mask += [0] * len(ids)
+        self._log_probs += [0.0] * len(ids)
+        if is_chat(tokens):
+            self._turn_start = len(self._ids)
+
+    def row(self, metrics: Mapping[str, float]) -> NewRow:
+        """What was recorded, as the store takes it; for the runner."""
+        reward = None if self.reward is None else finite(self.reward)
+        if self.reward is not None and reward is None:
+            raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
+        return NewRow(
+            prompt_tokens=self._prompt_tokens,
+            response_tokens=len(self._mask),
+            loss_tokens=sum(self._mask),
+            fields={
+                "input_ids": torch.tensor(self._ids, dtype=torch.int64),
+                "response_mask": torch.tensor(self._mask, dtype=torch.int64),
+                "rollout_log_probs": torch.tensor(self._log_probs, dtype=torch.float32),
+            },
+            tags={
+                "role": self.role,
+                "reward": reward,
+                "finish_reason": self._finish_reason,
+                "weight_version": self._weight_version,
+                **metrics,
+            },
+        )
+
+    def _check_idle(self) -> None:
+        self._session.check_open()
+        if self._generating:
+            raise SessionError(f"row {self.name} is generating; await it first, or open a trajectory for each context")
+
+    def _noise(self) -> bytes:
+        key = self._session.key
+        return noise_key(
+            seed=self._session._settings.seed,
+            round=key.round,
+            prompt=key.prompt,
+            session=key.session,
+            attempt=key.attempt,
+            trajectory=self.number,
+        )
+
+    def _sampling(self, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
+        settings = self._session._settings
+        most = settings.sampling.max_tokens if max_tokens is None else max_tokens
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise SessionError(f"row {self.name}: max_tokens is {most!r:.60}; it takes a whole number from 1")
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in texts):
+            raise SessionError(f"row {self.name}: stop is {stop!r:.60}; it takes texts of one character or more")
+        if self._room < 1:
+            raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
+        return replace(
+            settings.sampling, max_tokens=min(most, self._room), stop_texts=(*settings.sampling.stop_texts, *texts)
+        )
+
+    def _encode(self, tokens: Tokens) -> list[int]:
+        if not isinstance(tokens, str) and not is_chat(tokens):
+            self._check_length(len(tokens))
+        try:
+            ids = encode(self._session.tokenizer, tokens, most=self._room)
+        except SessionError as error:
+            raise SessionError(f"row {self.name}: {error}") from None
+        self._check_length(len(ids))
+        return ids
+
+    def _encode_turn(self, tokens: Tokens) -> list[int]:
+        if self._chat is None:
+            raise SessionError(
+                f"row {self.name}: messages are observed and its prompt was text or ids; open it with messages, too"
+            )
+        if len(self._ids) == self._turn_start:
+            raise SessionError(
+                f"row {self.name}: messages are observed before a reply; give them all at once, then generate"
+            )
+        tokenizer = self._session.tokenizer
+        reply = {"role": "assistant", "content": decode(tokenizer, self._ids[self._turn_start :])}
+        try:
+            ids, messages = encode_turn(tokenizer, self._chat, tokens, last_id=self._ids[-1], most=self._room)
+        except SessionError as error:
+            raise SessionError(f"row {self.name}: {error}") from None
+        self._check_length(len(ids))
+        self._chat += [reply, *messages]
+        return ids
+
+    @property
+    def _room(self) -> int:
+        return min(self._session._settings.max_row_tokens, self._session._context_tokens) - len(self._ids)
+
+    def _check_length(self, new: int) -> None:
+        if new > self._room:
+            raise self._too_long(f"gets at least {len(self._ids) + new:,} tokens")
+
+    def _too_long(self, what: str) -> SessionError:
+        row, context = self._session._settings.max_row_tokens, self._session._context_tokens
+        limit = f"rollout.max_row_tokens is {row:,}; raise it"
+        if context < row:
+            limit = f"the model's context has {context:,}; take a model with a longer one"
+        return SessionError(f"row {self.name} {what}, and {limit}, or open a fresh trajectory")

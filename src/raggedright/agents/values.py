@@ -1,0 +1,26 @@
+"""What an agent gives and a store must be able to keep: finite numbers, whole text, and the error for the rest."""
+
+import math
+from typing import SupportsFloat
+
+from raggedright.errors import RaggedRightError
+
+
+class SessionError(RaggedRightError):
+    """An agent asked its session for what cannot be; the session's name is in it."""
+
+
+def finite(value: object) -> float | None:
+    """A finite number as a float; None for whatever is none."""
+    if type(value) not in (float, int) and not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several values, a huge int
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_text(text: str) -> bool:
+    """Whether text is whole Unicode characters, as a store takes it."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)

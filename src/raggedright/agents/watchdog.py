@@ -1,0 +1,161 @@
+"""Time-outs that hold for an agent that never awaits, and clocks that stand still for the others meanwhile.
+
+All sessions share one event loop, so an agent in `time.sleep` or an endless loop holds up everybody, and no timer of
+the loop can end it. A SIGALRM that ticks does: its handler runs inside whatever code is running, and a context variable
+says whose that is. If it is a session whose time is over, the handler raises AgentBlocked right there. Engine and
+runner run without the variable, so they are never interrupted, however long they take.
+
+The same ticks measure how long agents' own code held the loop. That time counts for the session that took it and for
+no other one, so that one blocked agent does not make its neighbours time out.
+
+The surprise: signals reach the main thread alone. In any other thread nothing ends a blocked agent, and its time counts
+for all. Nor can a call into C that does not return be interrupted, or an agent that swallows every BaseException.
+"""
+
+import selectors
+import signal
+import threading
+from asyncio import AbstractEventLoop, SelectorEventLoop, Task
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
+from time import monotonic
+from types import FrameType
+
+LONGEST_TICK = 1.0
+SHORTEST_TICK = 0.01
+
+
+class AgentBlocked(BaseException):
+    """Raised inside an agent's own code; no Exception, so that `except Exception` does not swallow it."""
+
+
+class Clock:
+    """How long agents' code has held the loop, in all; `stopped` when the run is cancelled, and all time is over."""
+
+    def __init__(self) -> None:
+        self.blocked = 0.0
+        self.stopped = False
+
+
+class Guarded:
+    """One attempt of a session as the watchdog sees it: its time, and the tasks that it started."""
+
+    def __init__(self, clock: Clock, timeout: float) -> None:
+        self.blocked_for = 0.0  # seconds of the block that was interrupted
+        self.ended = False
+        self.tasks: set[Task[object]] = set()
+        self._clock, self._timeout = clock, timeout
+        self._started, self._blocked_before, self._own_blocked = monotonic(), clock.blocked, 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Of its time-out; what other sessions' code blocked does not count."""
+        others = self._clock.blocked - self._blocked_before - self._own_blocked
+        return 0.0 if self.ended else self._timeout - (monotonic() - self._started - others)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its code may be interrupted."""
+        return self.seconds_left <= 0 or self._clock.stopped
+
+    def add_blocked(self, seconds: float) -> None:
+        """Its own code held the loop."""
+        self._clock.blocked += seconds
+        self._own_blocked += seconds
+
+    def context(self) -> Context:
+        """A context in which code runs in its name."""
+        context = copy_context()
+        context.run(_RUNNING.set, self)
+        return context
+
+
+_RUNNING: ContextVar[Guarded | None] = ContextVar("running session", default=None)
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Code in this block, and tasks that it starts, run in no session's name."""
+    token = _RUNNING.set(None)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # an agent that was left behind is freed elsewhere, in another context
+            _RUNNING.reset(token)
+
+
+class GuardedLoop(SelectorEventLoop):
+    """An event loop that knows when its turn began, and which tasks the sessions started."""
+
+    def __init__(self) -> None:
+        self.turns = _Turns()
+        self.agent_tasks: set[Task[object]] = set()
+        super().__init__(self.turns)
+        self.set_task_factory(_new_task)  # type: ignore[arg-type]
+
+
+class _Turns(selectors.DefaultSelector):
+    """The loop asks its selector once a turn: that is where a turn begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.began = 0, monotonic()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What the loop waits for."""
+        events = super().select(timeout)
+        self.number, self.began = self.number + 1, monotonic()
+        return events
+
+
+def _new_task(loop: AbstractEventLoop, coro: Coroutine, **options: Context) -> Task:
+    assert isinstance(loop, GuardedLoop)
+    task = Task(coro, loop=loop, **options)  # type: ignore[call-overload]
+    context = options.get("context")
+    session = _RUNNING.get() if context is None else context.get(_RUNNING)
+    if session is not None:
+        for tasks in (session.tasks, loop.agent_tasks):  # they hold it while it runs, which the loop itself does not
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+    return task
+
+
+class Watchdog:
+    """Ticks while sessions run, if this is the main thread."""
+
+    def __init__(self, loop: GuardedLoop, timeout: float) -> None:
+        self._turns = loop.turns
+        self._tick = min(max(timeout / 10, SHORTEST_TICK), LONGEST_TICK)
+        self._seen: tuple[Guarded, int] | None = None  # what ran at the last tick, and in which turn
+        self._block_began = self._last_tick = monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Tick in this block; the handler and the timer that were there before are put back."""
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+            yield
+            return
+        handler = signal.signal(signal.SIGALRM, self._on_tick)
+        began, (left, interval) = monotonic(), signal.setitimer(signal.ITIMER_REAL, self._tick, self._tick)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+            if left:
+                signal.setitimer(signal.ITIMER_REAL, max(left - (monotonic() - began), 1e-3), interval)
+
+    def _on_tick(self, _signal: int, _frame: FrameType | None) -> None:
+        now, session, turn = monotonic(), _RUNNING.get(), self._turns.number
+        since, self._last_tick = max(self._last_tick, self._turns.began), now
+        if session is None:
+            self._seen = None
+            return
+        session.add_blocked(now - since)
+        if self._seen != (session, turn):
+            self._seen, self._block_began = (session, turn), since
+        blocked_for = now - self._block_began
+        if blocked_for > 1.5 * self._tick and session.is_over:
+            session.blocked_for = blocked_for
+            raise AgentBlocked(f"blocked the event loop for {blocked_for:.3g} s; use await")

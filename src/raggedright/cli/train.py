@@ -1,0 +1,194 @@
+"""`raggedright train CONFIG`: the training run that a config describes, with any of its keys from the command line."""
+
+import argparse
+import random
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from raggedright.cli.arguments import Commands, add_parser
+from raggedright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raggedright.config.schema import Config
+    from raggedright.report.run_events import RunEvents
+    from raggedright.rows import Rows
+
+EXAMPLES = """\
+examples:
+  raggedright train configs/compaction.toml
+  raggedright train configs/compaction.toml --parallel.dp 1 --train.rounds 20 --out runs/short
+  raggedright train configs/compaction.toml --train.align lcm --dry-run
+
+Every key of the config is an option; lists and tables are given as JSON, and null is no value. Without --fresh, a run
+folder that holds a run is left alone.
+"""
+EVENTS_FILE = "events.jsonl"
+RUN_FILES = ("config.toml", EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "report.html", "stop")
+RUN_FOLDERS = ("tensorboard", "logs", "model")
+
+
+def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[str]) -> None:
+    """Declare the subcommand; the config's keys, which take a moment to read, only where it is the one that runs."""
+    parser = add_parser(
+        commands,
+        "train",
+        summary="train a model with an agent of any number of trajectories",
+        description="Train, round by round, and write a report.",
+        epilog=EXAMPLES,
+    )
+    parser.usage = "raggedright train CONFIG [--dry-run] [--fresh] [--KEY VALUE ...]"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument("--dry-run", action="store_true", help="print the config and a made-up round's plan, and stop")
+    parser.add_argument("--fresh", action="store_true", help="remove the run that is in the run folder, and start anew")
+    source = None
+    if "train" in argv:
+        from pydantic_settings import CliSettingsSource
+
+        from raggedright.config.schema import Config
+
+        source = CliSettingsSource(
+            Config,
+            root_parser=parser,
+            cli_parse_none_str="null",
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+            cli_use_class_docs_for_groups=True,
+        )
+    parser.set_defaults(run=lambda args: run(args, source), take_unknown=True)
+
+
+def run(args: argparse.Namespace, source: object) -> None:
+    """Read the config, check it, and train."""
+    from pydantic_settings import CliSettingsSource
+
+    from raggedright.config.load import dump_config, load_config
+
+    assert isinstance(source, CliSettingsSource)
+    config = load_config(args.config, _with_unknown(source(parsed_args=args)(), args.unknown))
+    for warning in config.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.dry_run:
+        _dry_run(config)
+        return
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"training needs {error.name}; pip install 'raggedright[train]'") from None
+    _take_folder(config.out, fresh=args.fresh)
+    (config.out / "config.toml").write_text(dump_config(config))
+    _train(config)
+
+
+def _with_unknown(values: Mapping[str, object], unknown: Sequence[str]) -> dict[str, object]:
+    """The values with options that are no keys among them, so that they are refused along with all other faults."""
+    merged = dict(values)
+    for option in unknown:
+        if option.startswith("--"):
+            section, _, key = option[2:].partition("=")[0].rpartition(".")
+            inside = merged.get(section, {})
+            merged |= {section: {**inside, key: option}} if section and isinstance(inside, Mapping) else {key: option}
+    return merged
+
+
+def _train(config: "Config") -> None:
+    """Run to the end, whichever it is, and say what is there."""
+    from raggedright.train.launch import launch
+
+    console = Console()
+    critic = f", critic mini_batch_size {config.critic.mini_batch_size}" if config.has_critic else ""
+    console.print(
+        f"{config.agent.name}: {config.train.rounds} rounds, dp {config.parallel.dp}, batch_size "
+        f"{config.train.batch_size}, mini_batch_size {config.train.mini_batch_size}{critic}, rollout.n "
+        f"{config.rollout.n}, align {config.train.align}; starting",
+        highlight=False,
+        soft_wrap=True,
+    )
+    began = time.perf_counter()
+    try:
+        launch(config)
+    except BaseException:
+        if (config.out / EVENTS_FILE).exists():  # what there is of the run has a report, and the error goes on
+            _finish(config.out, time.perf_counter() - began, console)
+        raise
+    if _finish(config.out, time.perf_counter() - began, console) == "interrupted":
+        raise KeyboardInterrupt
+
+
+def _finish(folder: Path, seconds: float, console: Console) -> str:
+    """Write the report and say what there is; how the run ended."""
+    from raggedright.report.events import read_events
+    from raggedright.report.run_page import write_report
+
+    events = read_events(folder / EVENTS_FILE)
+    console.print(_last_line(folder, events, seconds), highlight=False, soft_wrap=True)
+    console.print(f"report: {write_report(folder)}", highlight=False, soft_wrap=True)
+    return events.end.reason if events.end else "cut off"
+
+
+def _last_line(folder: Path, events: "RunEvents", seconds: float) -> str:
+    """How the run ended and what was kept."""
+    reason = events.end.reason if events.end else "cut off"
+    scores = [round.metrics["critic/score/mean"] for round in events.rounds if "critic/score/mean" in round.metrics]
+    few = min(10, len(scores))
+    ends = f"score {sum(scores[:few]) / few:.3f} -> {sum(scores[-few:]) / few:.3f}" if few else "no round trained"
+    kept = f"; kept: {len(scores)} rounds' events" + (", the model" if (folder / "model").is_dir() else "")
+    return f"{reason} after {len(scores)} rounds in {seconds:.0f} s, {ends}{kept} in {folder}"
+
+
+def _take_folder(folder: Path, *, fresh: bool) -> None:
+    """Make the run folder, or empty it of an earlier run's files where that was asked for."""
+    held = [name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
+    if held and not fresh:
+        raise ConfigError(f"{folder} holds a run ({', '.join(held)}); give another --out, or --fresh to start anew")
+    for name in held:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out is {folder}: {error.strerror}; give a folder that can be made") from None
+
+
+def _dry_run(config: "Config") -> None:
+    from raggedright.config.load import dump_config
+    from raggedright.plan.plan import make_plan
+    from raggedright.report.table import print_plan
+
+    console = Console()
+    print(dump_config(config), flush=True)
+    began = time.perf_counter()
+    plan = make_plan(_made_up_rows(config), config.layout(1))
+    console.print("a made-up first round, one to four rows a session:\n", highlight=False)
+    print_plan(plan, time.perf_counter() - began, console)
+    sys.stdout.flush()
+
+
+def _made_up_rows(config: "Config") -> "Rows":
+    """Rows such as a first round may have; lengths are guesses within the limits of the config."""
+    from raggedright.rows import Rows
+
+    chance = random.Random(config.seed)
+    budget = config.layout(1).micro_batch_tokens or 2 * config.rollout.max_tokens
+    longest = min(config.rollout.max_row_tokens or budget, budget)
+    response = max(1, min(config.rollout.max_tokens, longest // 2))
+    records = []
+    for prompt in range(config.train.batch_size):
+        prompt_tokens = chance.randint(1, max(1, longest - response))
+        for session in range(config.rollout.n):
+            for trajectory in range(chance.randint(1, 4)):
+                tokens = chance.randint(1, response)
+                records.append((str(prompt), session, trajectory, prompt_tokens, tokens, tokens))
+    names = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens", "loss_tokens")
+    return Rows.from_columns(
+        **{name: list(column) for name, column in zip(names, zip(*records, strict=True), strict=True)}
+    )

@@ -1,0 +1,96 @@
+"""From a TOML file and the command line to a Config, or to all that is wrong with them at once."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import TomlConfigSettingsSource
+
+from raggedright.config.schema import Config
+from raggedright.errors import ConfigError
+
+Values = Mapping[str, object]
+
+
+def load_config(path: Path, overrides: Values | None = None) -> Config:
+    """The config in a file, with the given keys in place of the file's; every fault is in the one error."""
+    try:
+        values = TomlConfigSettingsSource(Config, path)() if path.is_file() else None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    if values is None:
+        raise ConfigError(f"{path}: there is no such file; a run needs a TOML file, such as configs/compaction.toml")
+    return make_config(_merge(values, overrides or {}), source=str(path))
+
+
+def make_config(values: Values, *, source: str) -> Config:
+    """The config of these values; `source` names them in the error."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        faults = [line for fault in error.errors() for line in _sentences(fault)]
+        count = f"{len(faults)} faults" if len(faults) > 1 else "a fault"
+        raise ConfigError(f"{source} has {count}:\n" + "\n".join(f"  {fault}" for fault in faults)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as TOML that `load_config` reads back; keys without a value are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
+    """Every key of the config: its dotted name, its section and its own name."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, model, name
+
+
+def suggest(key: str) -> str:
+    """What an unknown key may have meant, as the end of a sentence."""
+    known = [name for name, _, _ in keys()]
+    tables = {name.split(".")[0] for name in known if "." in name}
+    near = get_close_matches(key, [*known, *tables], n=1, cutoff=0.6)
+    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    found = same_name or near
+    return f"; did you mean {' or '.join(found[:3])}?" if found else f"; sections are {', '.join(sorted(tables))}"
+
+
+def _merge(values: Values, overrides: Values) -> dict[str, object]:
+    merged = dict(values)
+    for name, value in overrides.items():
+        old = merged.get(name)
+        section = isinstance(value, Mapping) and isinstance(old, Mapping) and _is_section(name)
+        merged[name] = {**old, **value} if section else value  # pyright: ignore[reportGeneralTypeIssues]
+    return merged
+
+
+def _is_section(name: str) -> bool:
+    field = Config.model_fields.get(name)
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _sentences(fault: ErrorDetails) -> list[str]:
+    """One fault of pydantic's in our words; what the whole config decides is several sentences already."""
+    key = ".".join(str(part) for part in fault["loc"] if not _is_branch(part))
+    match fault["type"]:
+        case "extra_forbidden":
+            return [f"{key}: there is no such key{suggest(key)}"]
+        case "missing":
+            return [f"{key}: missing; it has no default"]
+        case "value_error":
+            said = fault["msg"].removeprefix("Value error, ").splitlines()
+            return [f"{key}: {line}" if key else line for line in said]
+        case _:
+            message = fault["msg"][0].lower() + fault["msg"][1:]
+            return [f"{key} is {fault['input']!r}: {message}"]
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a part of a fault's place is pydantic's name for one type of a union, not a key."""
+    return isinstance(part, str) and ("[" in part or part in ("int", "float", "str", "bool", "constrained-int"))

@@ -1,0 +1,139 @@
+"""Sampled trajectories, ready to be shown: each token with its kind and its shade.
+
+Prompt tokens and observations carry no loss; a loss token is shaded by its advantage, in four steps either way of the
+largest on the page. A page holds a limited number of tokens; what is left out is counted.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raggedright.report.axes import number, signed
+from raggedright.report.run_events import SampledSession, SampledTrajectory, Samples
+from raggedright.report.visible import value_text, visible
+from raggedright.report.words import counted, more
+
+LAST_SESSIONS, FIRST_SESSIONS, MOST_TRAJECTORIES = 4, 2, 12
+MOST_TRAJECTORY_TOKENS, MOST_PAGE_TOKENS = 400, 6000
+MOST_TOKEN, MOST_TASK = 60, 400
+SHADES = 4
+
+
+class Token(NamedTuple):
+    """A token as it is shown: its text, its classes, what it says when pointed at, and whether a line ends with it."""
+
+    text: str
+    kind: str
+    title: str
+    ends_line: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTrajectory:
+    """A trajectory in the page."""
+
+    role: str
+    facts: tuple[str, ...]
+    tokens: tuple[Token, ...]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSession:
+    """A session in the page."""
+
+    name: str
+    score: str
+    task: str
+    trajectories: tuple[ShownTrajectory, ...]
+    note: str
+
+
+class ShownRound(NamedTuple):
+    """The sessions of one round."""
+
+    round: int
+    sessions: tuple[ShownSession, ...]
+
+
+def shown_samples(samples: Sequence[Samples]) -> tuple[list[ShownRound], float]:
+    """The last sampled round and the first to compare it with, and the largest advantage in them."""
+    chosen = [(each, most) for each, most in _ends(samples) if each.sessions]
+    trajectories = [
+        trajectory
+        for each, most in chosen
+        for session in each.sessions[:most]
+        for trajectory in session.trajectories[:MOST_TRAJECTORIES]
+    ]
+    largest = max((abs(a) for t in trajectories for a in t.advantages if math.isfinite(a)), default=0.0)
+    room, shown = MOST_PAGE_TOKENS, []
+    for each, most in chosen:
+        sessions = []
+        for session in each.sessions[:most]:
+            sessions.append(_session(session, largest, room))
+            room -= sum(len(trajectory.tokens) for trajectory in sessions[-1].trajectories)
+        shown.append(ShownRound(each.round, tuple(sessions)))
+    return shown, largest
+
+
+def _ends(samples: Sequence[Samples]) -> Iterable[tuple[Samples, int]]:
+    if samples:
+        yield samples[-1], LAST_SESSIONS
+    if len(samples) > 1:
+        yield samples[0], FIRST_SESSIONS
+
+
+def _session(session: SampledSession, largest: float, room: int) -> ShownSession:
+    shown = []
+    for trajectory in session.trajectories[:MOST_TRAJECTORIES]:
+        shown.append(_trajectory(trajectory, largest, min(room, MOST_TRAJECTORY_TOKENS)))
+        room -= len(shown[-1].tokens)
+    return ShownSession(
+        name=f"{visible(session.prompt, 40)} / {session.session}",
+        score=number(session.score),
+        task=value_text(dict(session.task), MOST_TASK) if session.task else "",
+        trajectories=tuple(shown),
+        note=more(len(session.trajectories) - len(shown), "row"),
+    )
+
+
+def _trajectory(trajectory: SampledTrajectory, largest: float, room: int) -> ShownTrajectory:
+    tokens = tuple(_token(trajectory, i, largest) for i in range(min(len(trajectory.tokens), max(room, 0))))
+    loss_tokens = sum(1 for value in trajectory.mask if value > 0)
+    facts = [counted(len(trajectory.tokens), "token"), f"{loss_tokens:,} with loss"]
+    facts += [f"reward {number(trajectory.reward)}"] if trajectory.reward is not None else []
+    facts += [_advantage(trajectory)] if loss_tokens and trajectory.advantages else []
+    facts += [f"ended: {visible(trajectory.finish_reason, 20)}"] if trajectory.finish_reason else []
+    note = more(len(trajectory.tokens) - len(tokens), "token")
+    return ShownTrajectory(visible(trajectory.role or "agent", 40), tuple(facts), tokens, note)
+
+
+def _advantage(trajectory: SampledTrajectory) -> str:
+    pairs = zip(trajectory.advantages, trajectory.mask, strict=False)
+    values = [value for value, mask in pairs if mask > 0 and math.isfinite(value)]
+    if not values:
+        return "no advantage"
+    low, high = min(values), max(values)
+    return f"advantage {signed(low)}" if number(low) == number(high) else f"advantage {signed(low)} to {signed(high)}"
+
+
+def _token(trajectory: SampledTrajectory, i: int, largest: float) -> Token:
+    text = trajectory.tokens[i]
+    shown, ends_line, j = visible(text, MOST_TOKEN), text.endswith("\n"), i - trajectory.prompt_tokens
+    if j < 0:
+        return Token(shown, "prompt", "", ends_line)
+    if j >= len(trajectory.mask) or not trajectory.mask[j] > 0:
+        return Token(shown, "seen", "", ends_line)
+    advantage = trajectory.advantages[j] if j < len(trajectory.advantages) else math.nan
+    words = [f"advantage {signed(advantage)}"]
+    words += [f"log-prob {number(trajectory.log_probs[j])}"] if j < len(trajectory.log_probs) else []
+    return Token(shown, f"loss {shade(advantage, largest)}", ", ".join(words), ends_line)
+
+
+def shade(advantage: float, largest: float) -> str:
+    """The class of an advantage: up1 to up4, down1 to down4, or flat."""
+    if not math.isfinite(advantage) or advantage == 0 or largest == 0:
+        return "flat"
+    level = min(max(math.ceil(abs(advantage) / largest * SHADES), 1), SHADES)
+    return f"{'up' if advantage > 0 else 'down'}{level}"

@@ -1,0 +1,152 @@
+"""Continuous batching without a clock: rows that decode together, one token a turn, and newcomers that join them.
+
+A row leaves as soon as it stops, and nothing of it is kept; newcomers are read in as few passes as their lengths
+allow and may join at any turn. Nothing here waits or knows of an event loop. Invariants: every job that is given to
+`admit` is answered once, or its future was done before; a job whose future is done (cancelled, aborted) leaves at the
+next turn.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raggedright.rollout.cache import Forward, RowCache
+from raggedright.rollout.protocol import FinishReason, Generation, Sampling
+from raggedright.rollout.sampling import RowSettings, choose, uniforms
+from raggedright.rollout.stops import TextStops
+
+# The most columns x rows of a pass over newcomers; and of one that also has rows below half the length of its longest.
+_PREFILL_TOKENS = 16_384
+_SMALL_TOKENS = 4_096
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A request under way: what it has so far, and where its answer goes."""
+
+    number: int
+    context: NDArray[np.int64]
+    words: tuple[int, int]
+    sampling: Sampling
+    texts: TextStops | None
+    future: "asyncio.Future[Generation]"
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def finish(self, reason: FinishReason, version: int) -> None:
+        """Answer with what there is, unless nobody waits any more."""
+        if not self.future.done():
+            self.future.set_result(Generation(self.ids, self.log_probs, reason, version))
+
+    def append(self, token: int, log_prob: float) -> FinishReason | None:
+        """Take a token; why the generation ends with it, if it does."""
+        self.ids.append(token)
+        self.log_probs.append(log_prob)
+        if token in self.sampling.stop_ids or (self.texts is not None and self.texts.found(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) == self.sampling.max_tokens else None
+
+
+class _Group:
+    """Rows whose cache is one tensor a layer."""
+
+    def __init__(self, forward: Forward, jobs: list[Job]) -> None:
+        self.jobs = jobs
+        self.cache = RowCache(forward)
+        self._device = forward.device
+        self._rows_changed()
+
+    def _rows_changed(self) -> None:
+        self._words = np.array([job.words for job in self.jobs], dtype=np.uint64)
+        self._settings = RowSettings.of([job.sampling for job in self.jobs], self._device)
+
+    def prefill(self, version: int) -> None:
+        """Read the contexts, and take the first token of each row."""
+        self._take(self.cache.prefill([job.context for job in self.jobs]), version)
+
+    def decode(self, version: int) -> None:
+        """Take one more token of each row."""
+        ahead = max(job.sampling.max_tokens - len(job.ids) for job in self.jobs)
+        self._take(self.cache.decode([job.ids[-1] for job in self.jobs], ahead=ahead), version)
+
+    def _take(self, logits: Tensor, version: int) -> None:
+        chosen = choose(logits, self._settings, uniforms(self._words, self.cache.lengths))
+        for job, token, log_prob in zip(self.jobs, *chosen, strict=True):
+            reason = job.append(token, log_prob)
+            if reason is not None:
+                job.finish(reason, version)
+        self.drop_done()
+
+    def drop_done(self) -> None:
+        """Let go of the rows that nobody waits for any more."""
+        kept = [row for row, job in enumerate(self.jobs) if not job.future.done()]
+        if len(kept) == len(self.jobs):
+            return
+        self.jobs = [self.jobs[row] for row in kept]
+        if kept:
+            self.cache.keep(kept)
+            self._rows_changed()
+
+    def join(self, other: "_Group") -> None:
+        """Put another group's rows behind these."""
+        self.jobs += other.jobs
+        self.cache.join(other.cache)
+        self._rows_changed()
+
+
+class Batch:
+    """All rows that decode together."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._running: _Group | None = None
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """What is under way here."""
+        return self._running.jobs if self._running else ()
+
+    def admit(self, jobs: Sequence[Job], version: int) -> None:
+        """Read newcomers' contexts and take their first tokens; those that go on decode with the others."""
+        for part in _by_length([job for job in jobs if not job.future.done()], padded=self._forward.reads_padded):
+            group = _Group(self._forward, part)
+            group.prefill(version)
+            if not group.jobs:
+                continue
+            if self._running is None:
+                self._running = group
+            else:
+                self._running.join(group)
+
+    def step(self, version: int) -> None:
+        """One token for every row that somebody still waits for."""
+        if self._running is not None:
+            self._running.drop_done()
+        if self._running is not None and self._running.jobs:
+            self._running.decode(version)
+        if not self.jobs:
+            self._running = None
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._running = None
+
+
+def _by_length(jobs: list[Job], *, padded: bool) -> list[list[Job]]:
+    """Newcomers in passes that waste little (nothing, unless `padded`): longest first, within the token limits."""
+    jobs = sorted(jobs, key=lambda job: (-len(job.context), job.number))
+    parts: list[list[Job]] = []
+    for job in jobs:
+        if parts:
+            columns = len(parts[-1][0].context)
+            tokens = columns * (len(parts[-1]) + 1)
+            fits = padded or len(job.context) == columns
+            if fits and tokens <= (_PREFILL_TOKENS if 2 * len(job.context) >= columns else _SMALL_TOKENS):
+                parts[-1].append(job)
+                continue
+        parts.append([job])
+    return parts

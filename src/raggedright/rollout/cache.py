@@ -1,0 +1,208 @@
+"""The keys and values of a batch's rows, and the model's forward passes over them.
+
+Rows end at the same column: shorter ones have masked columns on the left. Invariants: there are as many columns as
+the longest row has tokens; what a masked column holds is finite and weighs exactly zero; rows never mix, so that a
+row's numbers do not depend on its neighbours (up to the rounding of matrix products of another shape).
+
+The surprise: layers with a sliding window keep every column too. The model masks what is outside the window, and all
+layers can then be padded, joined and dropped in the same way.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from raggedright.errors import ConfigError
+
+# Columns that a cache grows by at least, unless its rows end sooner.
+_GROWTH = 16
+
+
+class _Layer(DynamicLayer):
+    """A layer that is written into spare columns; `keys` and `values` are views of those in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: list[Tensor] = []
+        self.span = (0, 0)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append columns, for which there is room, and give all of them."""
+        start, stop = self.span
+        end = stop + key_states.shape[-2]
+        if self.rooms:
+            self.rooms[0][:, :, stop:end] = key_states
+            self.rooms[1][:, :, stop:end] = value_states
+        else:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.rooms = [key_states, value_states]
+        return self.use(start, end)
+
+    def use(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Use these columns of the rooms."""
+        self.span = (start, end)
+        self.keys, self.values = (room[:, :, start:end] for room in self.rooms)
+        return self.keys, self.values
+
+    def pad(self, *, rows: int, left: int, spare: int) -> None:
+        """Move to rooms with more rows below, empty columns on the left, and spare ones on the right."""
+        start, stop = self.span
+        columns = left + stop - start
+        rooms = []
+        for old in self.rooms:
+            num_rows, heads, _, size = old.shape
+            new = old.new_empty(num_rows + rows, heads, columns + spare, size)
+            new[:num_rows, :, :left] = 0
+            new[:num_rows, :, left:columns] = old[:, :, start:stop]
+            rooms.append(new)
+        self.rooms = rooms
+        self.use(0, columns)
+
+
+class Forward:
+    """A model as prefill and decode see it: which arguments it takes, where it is, how many layers are cached."""
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int) -> None:
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.num_layers = _num_plain_layers(model)
+        self._modules = list(model.modules())
+        self.vocabulary, self.max_positions = _sizes(model)
+        # Eager attention takes its softmax in float32, where float64's mask is -inf: a padded column would be NaN.
+        eager = getattr(model.config, "_attn_implementation", None) == "eager"
+        self.reads_padded = not (eager and next(model.parameters()).dtype == torch.float64)
+        taken = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in taken
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs go."""
+        return next(self.model.parameters()).device
+
+    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        """The logits after the last column, [B, V], with dropout off and without a graph."""
+        extra: dict[str, object] = dict(self._keep)
+        if self._takes_positions:
+            extra["position_ids"] = positions
+        # Through the dict, as nn.Module's own attribute setting costs as much as a small model's layer.
+        training = [vars(module) for module in self._modules if module.training]
+        try:
+            for attributes in training:
+                attributes["training"] = False
+            with torch.no_grad():
+                out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
+        finally:
+            for attributes in training:
+                attributes["training"] = True
+        return out.logits[:, -1]
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """How many tokens the model knows, and how many positions it has (0: it does not say)."""
+    assert isinstance(model, PreTrainedModel)
+    text = model.config.get_text_config(decoder=True)
+    embeddings = model.get_input_embeddings()
+    tokens = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else text.vocab_size
+    return int(tokens), int(getattr(text, "max_position_embeddings", None) or 0)
+
+
+def _num_plain_layers(model: nn.Module) -> int:
+    """How many layers a plain cache of this model has; a ConfigError where a cache has to be of another kind."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the local engine runs causal language models of transformers, and {type(model).__name__} is none"
+        )
+    config = model.config
+    name = f"model type {config.model_type!r}"
+    remedy = "use a model whose layers all have full or sliding-window attention, or another engine"
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ConfigError(
+            "the model's weights are sharded over ranks, whose requests differ; give the engine an unsharded copy with "
+            "shared = False, and update its weights"
+        )
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{name} has an encoder, which the local engine cannot feed; {remedy}")
+    try:
+        layers = DynamicCache(config=config).layers
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name}: transformers has no plain cache for it ({error}); {remedy}") from None
+    chunked = "chunked_attention" in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    if kinds or chunked or getattr(model, "_is_stateful", False):
+        words = ", ".join(sorted(kind.__name__ for kind in kinds)) or ("chunked attention" if chunked else "a state")
+        raise ConfigError(
+            f"{name} keeps more than keys and values by token ({words}), which the local engine cannot join; {remedy}"
+        )
+    return len(layers)
+
+
+class RowCache:
+    """The cache of the rows of one batch, in their order."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._cache = Cache(layers=[_Layer() for _ in range(forward.num_layers)])
+        self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    @property
+    def _layers(self) -> "list[_Layer]":
+        return [layer for layer in self._cache.layers if isinstance(layer, _Layer) and layer.rooms]
+
+    def prefill(self, rows: Sequence[NDArray[np.int64]]) -> Tensor:
+        """Read the rows' tokens in one pass; the logits after each."""
+        self.lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        columns = int(self.lengths.max())
+        positions = np.arange(columns) - (columns - self.lengths)[:, None]
+        mask = positions >= 0
+        ids = np.full(mask.shape, self._forward.pad_token_id, dtype=np.int64)
+        ids[mask] = np.concatenate(rows)
+        return self._run(ids, np.maximum(positions, 0), mask)
+
+    def decode(self, tokens: Sequence[int], *, ahead: int) -> Tensor:
+        """Append one token to each row; the logits after it. No row will get more than `ahead` tokens from here on."""
+        positions = self.lengths[:, None]
+        self.lengths = self.lengths + 1
+        columns = int(self.lengths.max())
+        mask = np.arange(columns) >= (columns - self.lengths)[:, None]
+        for layer in self._layers:
+            if layer.span[1] == layer.rooms[0].shape[2]:
+                layer.pad(rows=0, left=0, spare=min(ahead, max(_GROWTH, columns // 2)))
+        return self._run(np.array(tokens, dtype=np.int64)[:, None], positions, mask)
+
+    def _run(self, ids: NDArray[np.int64], positions: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tensor:
+        device = self._forward.device
+        ids_t, positions_t, mask_t = (torch.from_numpy(array).to(device) for array in (ids, positions, mask))
+        return self._forward(ids_t, positions_t, mask_t.long(), self._cache)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, and the columns that none of them needs."""
+        index = torch.tensor(rows, device=self._forward.device)
+        self.lengths = self.lengths[rows]
+        columns = int(self.lengths.max())
+        for layer in self._layers:
+            _, stop = layer.span
+            layer.rooms = [room[:, :, stop - columns :].index_select(0, index) for room in layer.rooms]
+            layer.use(0, columns)
+
+    def join(self, other: "RowCache") -> None:
+        """Put another cache's rows behind these."""
+        num_rows, num_more = len(self.lengths), len(other.lengths)
+        columns = int(self.lengths.max())
+        self.lengths = np.concatenate([self.lengths, other.lengths])
+        left = max(0, int(other.lengths.max()) - columns)
+        for layer, more in zip(self._layers, other._layers, strict=True):
+            layer.pad(rows=num_more, left=left, spare=_GROWTH)
+            start, stop = more.span
+            edge = left + columns - (stop - start)
+            for room, source in zip(layer.rooms, more.rooms, strict=True):
+                room[num_rows:, :, :edge] = 0
+                room[num_rows:, :, edge : left + columns] = source[:, :, start:stop]

@@ -1,0 +1,96 @@
+"""What an engine promises, whichever it is: token ids in; ids, their log-probs and the weights' version out.
+
+Nothing is re-tokenised: what comes out is what was sampled. A log-prob is that of the distribution that its token was
+drawn from (after temperature, top-k and top-p); a greedy token's is under the plain softmax, because the distribution
+it comes from is certain of it. A request is answered, or its `generate` raises: it never waits for ever.
+
+The surprise: a request brings its own randomness. The token at position t of a row is decided by the row's logits and
+by a number that depends on (noise, t) alone, so that it does not matter which batch a request lands in.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from raggedright.errors import ConfigError, RaggedRightError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class EngineError(RaggedRightError):
+    """A request cannot be answered, or the engine failed while it ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn and when to stop; temperature 0 is greedy, top_k 0 and top_p 1 cut nothing.
+
+    A generated token among `stop_ids` ends the generation and is part of it; so does text that contains one of
+    `stop_texts`, for which the engine needs a tokenizer.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop_texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a generation has 1 token or more")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature is {self.temperature}; it is 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it is above 0 and at most 1 (1 cuts nothing)")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it is 0 (cuts nothing) or a number of tokens")
+        if "" in self.stop_texts:
+            raise ConfigError("stop_texts has an empty text, which every text contains; leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The whole context so far, how to go on, and the name of the trajectory (`sampling.noise_key`)."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    noise: bytes
+
+
+class Generation(NamedTuple):
+    """The tokens of one request, and the version of the weights that chose the last of them."""
+
+    ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+class Engine(Protocol):
+    """Generates tokens for any number of requests at once."""
+
+    async def generate(self, request: Request) -> Generation:
+        """The continuation of a context; requests under way at the same time share batches."""
+        ...
+
+    def update_weights(self, weights: "Iterable[tuple[str, Tensor]]", *, version: int) -> None:
+        """Generate with these weights from now on, and say so by `version`."""
+        ...
+
+    def abort(self) -> None:
+        """Every generation under way returns at once, with what it has and finish_reason "abort"."""
+        ...
+
+    def close(self) -> None:
+        """Fail the requests under way and refuse later ones."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens that a context, with what is generated, may have."""
+        ...

@@ -1,0 +1,83 @@
+"""Start the ranks of a run: one in this process, several by torch's elastic launcher on this machine.
+
+A rank that fails ends the others; its number and its last words are the error. On Ctrl-C the ranks are asked to stop
+and the launcher waits for them; a second one ends all at once. Ranks talk over the loopback interface.
+"""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from raggedright.config.schema import Config
+from raggedright.train.rank import run_rank
+from raggedright.train.stop import STOP_FILE
+from raggedright.train.world import TrainError
+
+LOGS_FOLDER = "logs"
+
+
+def launch(config: Config) -> None:
+    """Run all ranks of the run whose folder holds its config, to their end."""
+    if config.parallel.dp == 1:
+        run_rank(config.out)
+        return
+    logs = config.out / LOGS_FOLDER
+    logs.mkdir(exist_ok=True)
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.parallel.dp,
+        run_id=f"raggedright-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGHUP",  # Ctrl-C is the ranks' to handle
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, config.parallel.dp), Std.ALL)),
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(config)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    before = signal.signal(signal.SIGINT, lambda number, frame: _ask_to_stop(config.out))
+    try:
+        elastic_launch(settings, sys.executable)("-m", "raggedright.train.rank", str(config.out))
+    except ChildFailedError as error:
+        raise TrainError(_last_words(error, logs)) from None
+    except SignalException as error:
+        raise TrainError(f"the launcher got {error.sigval.name} and ended the ranks") from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+        (config.out / STOP_FILE).unlink(missing_ok=True)
+
+
+def _threads(config: Config) -> int:
+    return config.parallel.threads or max(1, (os.cpu_count() or 1) // config.parallel.dp)
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _ask_to_stop(folder: Path) -> None:
+    """The first Ctrl-C is passed on to the ranks, the second ends all."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    (folder / STOP_FILE).touch()
+    print("\nending the run; Ctrl-C again ends it at once", file=sys.stderr, flush=True)
+
+
+def _last_words(error: ChildFailedError, logs: Path) -> str:
+    """Which rank failed first, and why."""
+    rank, failure = error.get_first_failure()
+    told = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
+    words = told.get("message") if isinstance(told, dict) else None
+    if not words:
+        return f"rank {rank} ended without a word: {failure.message}; its output is in {logs}"
+    kind, _, sentence = str(words).partition(": ")
+    ours = kind in ("TrainError", "ConfigError", "RowsError", "StoreError", "RaggedRightError", "LedgerError")
+    return f"rank {rank}: {sentence}" if ours else f"rank {rank}: {words}; its output is in {logs}"

@@ -1,0 +1,117 @@
+"""Models of a run: the actor, its frozen reference, the critic, and the tokenizer.
+
+Weights that are made on the spot depend on the seed alone. Dropout is zero everywhere: the same row must have the
+same log-probs in every micro-batch.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from raggedright.config.sections import Model
+from raggedright.errors import ConfigError
+
+EOS, PAD = "<eos>", "<pad>"
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """The model directory's tokenizer, or one of single characters."""
+    if model.path is None:
+        assert model.symbols is not None
+        return make_tokenizer(model.symbols)
+    _check_folder("model.path", model.path)
+    return AutoTokenizer.from_pretrained(model.path)
+
+
+def make_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each symbol, an end of text and a padding token."""
+    names = [*symbols, EOS, PAD]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"model.symbols is {symbols!r}: a symbol is in it twice")
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+
+
+def load_actor(model: Model, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> nn.Module:
+    """The policy, on the CPU."""
+    config = _model_config(model, tokenizer)
+    return _load(AutoModelForCausalLM, model.path, config, model, seed)
+
+
+def load_critic(model: Model, path: str | None, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> nn.Module:
+    """A model with one output per token, on the CPU: of `path`, or of the actor's model with a new head."""
+    if path is not None:
+        _check_folder("critic.path", path)
+        model = model.model_copy(update={"path": path, "made": None})
+    config = _model_config(model, tokenizer)
+    config.num_labels = 1
+    return _load(AutoModelForTokenClassification, model.path, config, model, seed + 1)
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> frozenset[int]:
+    """The tokens that end a reply: the tokenizer's end of text, and what the model's own generation settings add."""
+    settings = getattr(model, "generation_config", None)
+    given = (getattr(tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None))
+    return frozenset(i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+
+
+def _check_folder(key: str, path: str) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{key} is {path}, which is not a model directory: it has no config.json")
+
+
+def _model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    if model.path is not None:
+        config = AutoConfig.from_pretrained(model.path)
+    else:
+        assert model.made is not None
+        special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        values = {"vocab_size": len(tokenizer), **special, **model.made}
+        try:
+            config = AutoConfig.for_model(**values)  # pyright: ignore[reportArgumentType]
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"model.made: transformers refuses it ({error})") from None
+    if model.dtype == "float64":
+        config._experts_implementation = "eager"  # grouped matrix products have no float64 kernel
+    return config
+
+
+def _load(
+    kind: type[AutoModelForCausalLM] | type[AutoModelForTokenClassification],
+    path: str | None,
+    config: PretrainedConfig,
+    model: Model,
+    seed: int,
+) -> nn.Module:
+    torch.manual_seed(seed)
+    try:
+        if path is None:
+            loaded = kind.from_config(config, attn_implementation=model.attention)
+        else:
+            loaded = kind.from_pretrained(path, config=config, attn_implementation=model.attention)
+    except (OSError, ValueError, ImportError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(f"model: transformers cannot load it as {kind.__name__} ({cause})") from None
+    loaded = nn.Module.to(loaded, getattr(torch, model.dtype))
+    for module in loaded.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]: a number, not a submodule
+    if model.activation_checkpointing:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    return loaded.train(model.activation_checkpointing)  # transformers recomputes activations only in this mode

@@ -1,0 +1,62 @@
+"""Forward passes over a round's rows before it trains: log-probs of the policy and the reference, and values.
+
+Each rank runs the rows that the plan gave it; then all ranks have the numbers of all rows, by one sum over ranks in
+which every token has one rank that knows it and zeros from the others: exact in any type.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raggedright.arrays import Ints
+from raggedright.config.sections import Model
+from raggedright.plan.cut import Step
+from raggedright.rows import Rows
+from raggedright.tensors.batch import TensorBatch
+from raggedright.tensors.collate import MicroBatch
+from raggedright.train.world import World
+
+PerRow = list[Tensor]  # one vector a real row, over its response tokens
+
+
+def computing(model: Model, world: World) -> AbstractContextManager[object]:
+    """The type that a model computes in."""
+    if model.compute_dtype is None:
+        return nullcontext()
+    return torch.autocast(world.device.type, dtype=getattr(torch, model.compute_dtype))
+
+
+@torch.no_grad()
+def run_forward(
+    batch: TensorBatch, steps: Sequence[Step], world: World, outputs: Mapping[str, Callable[[MicroBatch], Tensor]]
+) -> Iterator[tuple[Ints, MicroBatch, dict[str, Tensor]]]:
+    """Each micro-batch of this rank with its outputs by name, flat over response tokens."""
+    for step in steps:
+        for position, micro in batch.micro_batches(step, world.dp_rank, ("rollout_log_probs",)):
+            here = micro.to(world.device)
+            yield position, here, {name: output(here) for name, output in outputs.items()}
+
+
+class TokenTable:
+    """Numbers of every response token of a round's real rows; a rank fills in those it has, `exchange` the others."""
+
+    def __init__(self, rows: Rows, names: Sequence[str], dtype: torch.dtype) -> None:
+        self._lengths = rows.response_tokens.tolist()
+        self._starts = np.cumsum(rows.response_tokens) - rows.response_tokens
+        self._names = list(names)
+        self._table = torch.zeros(len(self._names), int(rows.response_tokens.sum()), dtype=dtype)
+
+    def fill(self, name: str, position: Ints, parts: Sequence[Tensor]) -> None:
+        """Write the numbers of the rows at these positions; padding rows have no place here."""
+        column = self._table[self._names.index(name)]
+        for p, part in zip(position.tolist(), parts, strict=True):
+            if p < len(self._lengths):
+                column[self._starts[p] : self._starts[p] + self._lengths[p]] = part
+
+    def exchange(self, world: World) -> dict[str, PerRow]:
+        """All rows' numbers, by name."""
+        total = world.sum(self._table.to(world.device)).cpu()
+        return {name: list(column.split(self._lengths)) for name, column in zip(self._names, total, strict=True)}

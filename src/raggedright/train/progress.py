@@ -1,0 +1,79 @@
+"""Live progress on a terminal, plain lines elsewhere: round, score, rows, padding, tokens a second, time left."""
+
+from collections.abc import Mapping
+from time import monotonic
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from raggedright.train.round import RoundResult
+
+SECONDS_A_LINE = 5.0
+
+
+class Progress:
+    """Shows a run as it goes; plain lines come every few seconds, and for the first and the last round."""
+
+    def __init__(self, num_rounds: int, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._num_rounds = num_rounds
+        self._began = self._last_line = monotonic()
+        self._rounds_here = 0
+        self._bar: Bar | None = None
+        if self._console.is_terminal:
+            self._bar = Bar(
+                TextColumn("round"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[words]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=num_rounds, words="first round")
+            self._bar.start()
+
+    def round(self, round: int, result: RoundResult) -> None:
+        """A round that has trained."""
+        self._rounds_here += 1
+        words = _words(result)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=round, words=words)
+            return
+        now = monotonic()
+        if round in (1, self._num_rounds) or now - self._last_line >= SECONDS_A_LINE:
+            self._last_line = now
+            left = (now - self._began) / self._rounds_here * (self._num_rounds - round)
+            self.say(f"round {round}/{self._num_rounds}  {words}  {_time(left)} left")
+
+    def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation after a round."""
+        numbers = "  ".join(f"{name.removesuffix('/mean')} {value:.3f}" for name, value in metrics.items())
+        self.say(f"round {round}  {numbers}")
+
+    def say(self, line: str) -> None:
+        """A line above the bar, or in its place among plain lines."""
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _words(result: RoundResult) -> str:
+    metrics = result.metrics
+    failed = f"  {len(result.sealed.failed)} failed" if result.sealed.failed else ""
+    return (
+        f"score {metrics['critic/score/mean']:.3f}  {len(result.sealed.rows):,} rows + {result.plan.num_padding_rows} "
+        f"padding{failed}  {metrics['perf/tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,113 @@
+"""What a run leaves behind and shows while it runs, all written by the first rank: events, TensorBoard, progress."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from raggedright.report.events import EventLog
+from raggedright.train.progress import Progress
+from raggedright.train.round import RoundResult
+from raggedright.train.samples import sample_sessions
+from raggedright.train.setup import Setup
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+EVENTS_FILE, TENSORBOARD_FOLDER = "events.jsonl", "tensorboard"
+MOST_FAILED = 20  # causes written down a round
+COLUMNS = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens", "loss_tokens")
+
+
+class Recorder:
+    """Writes a run down; on ranks other than the first it does nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config = setup, setup.config
+        self.began = perf_counter()
+        self.rounds_done = 0
+        if not setup.world.is_first:
+            return
+        self.log = EventLog(self.config.out / EVENTS_FILE)
+        self.board = _board(self.config.out / TENSORBOARD_FOLDER) if self.config.logging.tensorboard else None
+        self.progress = Progress(self.config.train.rounds)
+        self.log.write(
+            "start",
+            time=_now(),
+            version=version("raggedright"),
+            config=self.config.model_dump(mode="json"),
+            layout=self.config.layout(self.config.train.rounds),
+            num_parameters=sum(p.numel() for p in setup.actor.model.parameters()),
+            world={"dp": setup.world.dp_size, "device": setup.world.device.type},
+        )
+
+    def round(self, round: int, result: RoundResult) -> None:
+        """A round that has trained."""
+        self.rounds_done = round
+        if not self.setup.world.is_first:
+            return
+        self.log.write("round", round=round, **_summary(result))
+        if self._is_sampled(round):
+            rows = result.sealed.rows
+            columns = {name: getattr(rows, name) for name in COLUMNS}
+            self.log.write("rows", round=round, columns=columns, layout=result.plan.layout)
+            sessions = sample_sessions(self.setup, result, self.config.logging.sample_sessions)
+            self.log.write("samples", round=round, sessions=sessions)
+        self._scalars(result.metrics | {f"seconds/{part}": s for part, s in result.seconds.items()}, round)
+        self.progress.round(round, result)
+
+    def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation after a round."""
+        if self.setup.world.is_first:
+            self.log.write("eval", round=round, metrics=metrics)
+            self._scalars(metrics, round)
+            self.progress.evaluation(round, metrics)
+
+    def end(self, reason: str) -> None:
+        """The run's end: finished, interrupted or failed."""
+        if self.setup.world.is_first:
+            seconds = perf_counter() - self.began
+            self.log.write("end", time=_now(), rounds=self.rounds_done, reason=reason, seconds=seconds)
+            self.log.close()
+            self.progress.close()
+            if self.board is not None:
+                self.board.close()
+
+    def _scalars(self, metrics: Mapping[str, float], round: int) -> None:
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, round)
+
+    def _is_sampled(self, round: int) -> bool:
+        every = self.config.logging.sample_every or max(1, self.config.train.rounds // 10)
+        return round in (1, self.config.train.rounds) or round % every == 0
+
+
+def _summary(result: RoundResult) -> dict[str, object]:
+    """A round's line but for its number."""
+    sealed, plan = result.sealed, result.plan
+    steps = [step for role in plan.trained_roles for step in plan.steps(role)]
+    failed = [{"prompt": p, "session": s, "cause": cause} for (p, s), cause in sealed.failed.items()]
+    return {
+        "metrics": result.metrics,
+        "rows": len(sealed.rows),
+        "padding_rows": plan.num_padding_rows,
+        "sessions": len(sealed.sessions),
+        "optimizer_steps": sum(not step.skipped for step in steps),
+        "skipped_steps": sum(step.skipped for step in steps),
+        "ledger": result.ledger.to_dict(),
+        "failed": failed[:MOST_FAILED],
+        "seconds": result.seconds,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _board(folder: Path) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+    return SummaryWriter(str(folder))

@@ -1,0 +1,181 @@
+"""One round: sessions run, their rows are sealed, planned, weighed and trained. It reads as the algorithm."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raggedright.advantages import Scores
+from raggedright.ledger import Ledger, close_ledger
+from raggedright.metrics import perf_metrics, row_metrics, score_metrics
+from raggedright.plan.plan import Plan, Role, make_plan
+from raggedright.tensors.batch import TensorBatch
+from raggedright.tensors.collate import MicroBatch
+from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.off_policy import off_policy_metrics
+from raggedright.tensors.schema import Fields, Schema, infer_schema
+from raggedright.train.advantages import TokenAdvantages, token_advantages
+from raggedright.train.clock import Clock
+from raggedright.train.passes import PerRow, TokenTable, computing, run_forward
+from raggedright.train.sealed import SealedRound, seal_round
+from raggedright.train.setup import Setup
+from raggedright.train.update import actor_loss, critic_loss, train_role
+from raggedright.train.world import TrainError
+
+ROW_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundResult:
+    """What became of a round."""
+
+    sealed: SealedRound
+    plan: Plan
+    ledger: Ledger
+    advantages: PerRow
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+def run_sessions(setup: Setup, round: int) -> list[tuple[str, int]]:
+    """Run this rank's share of the round's sessions; all of them by name."""
+    config = setup.config
+    tasks = setup.tasks.of_round(round, config.train.batch_size)
+    sessions = [(task, session) for task in tasks for session in range(config.rollout.n)]
+    setup.runner.run(setup.store, round=round, sessions=setup.world.share(sessions))
+    return [(task.uid, session) for task, session in sessions]
+
+
+def train_round(setup: Setup, round: int, sessions: list[tuple[str, int]], clock: Clock) -> RoundResult:
+    """Train on the sessions that ran; the result is the same on every rank."""
+    config, world = setup.config, setup.world
+    with clock("store"):
+        sealed = seal_round(setup.store, world, round=round, sessions=sessions)
+    _check_any(sealed)
+    scores = sealed.scores(config.rollout.on_failure)
+    with clock("plan"):
+        plan = make_plan(sealed.rows, config.layout(round))
+        world.check_same(plan.digest(), f"the plan of round {round}")
+        ledger = close_ledger(plan, sealed.failed)
+    with clock("store"):
+        batch = read_batch(setup, sealed, plan)
+    with clock("forward"):
+        tokens, forward_metrics = run_forward_passes(setup, batch)
+    with clock("advantages"):
+        advantages = token_advantages(config, sealed, scores, tokens)
+        batch = _with_targets(batch, tokens, advantages)
+    with clock("update"):
+        trained = train_roles(setup, batch, round)
+        setup.publish_weights(version=round)
+    metrics = _batch_metrics(sealed, scores, plan) | forward_metrics | advantages.metrics | trained
+    metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / clock.total
+    return RoundResult(sealed, plan, ledger, advantages.advantages, metrics, clock.seconds)
+
+
+def _check_any(sealed: SealedRound) -> None:
+    if len(sealed.failed) == len(sealed.sessions):
+        (prompt, session), cause = next(iter(sealed.failed.items()))
+        raise TrainError(
+            f"round {sealed.round}: all {len(sealed.sessions):,} sessions failed, so there is nothing to learn from; "
+            f"the first, {prompt}/{session}: {cause}"
+        )
+
+
+def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
+    """This rank's rows from the store, and padding rows like them."""
+    own = own_positions(plan, setup.world.dp_rank)
+    keys = sealed.keys
+    found = setup.store.get([keys[p] for p in own], ROW_FIELDS)
+    fields: list[Fields] = [{} for _ in keys]
+    for p, row in zip(own, found, strict=True):
+        fields[p] = row
+    schema = infer_schema(sealed.rows.take(np.array(own, dtype=np.int64)), found) if own else Schema({})
+    return TensorBatch.of(plan, fields, schema, setup.collator)
+
+
+def own_positions(plan: Plan, dp_rank: int) -> list[int]:
+    """The real rows that a rank runs, in any role."""
+    own: set[int] = set()
+    for steps in plan.roles.values():
+        for step in steps:
+            bounds = step.bounds[dp_rank * step.num_slots], step.bounds[(dp_rank + 1) * step.num_slots]
+            own.update(step.row[slice(*bounds)].tolist())
+    return sorted(p for p in own if p < len(plan.rows))
+
+
+def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, PerRow], dict[str, float]]:
+    """Masks, old and reference log-probs and values of all rows, and how far training is from the rollout."""
+    config, world, plan = setup.config, setup.world, batch.plan
+    outputs = {"old_log_probs": setup.actor.model}
+    if setup.reference is not None:
+        outputs["ref_log_probs"] = setup.reference
+    names = ["response_mask", *outputs, *(("values",) if setup.critic else ())]
+    table = TokenTable(plan.rows, names, torch.float64 if config.model.dtype == "float64" else torch.float32)
+    counts = (batch.rows.loss_tokens > 0) & ~batch.rows.is_padding
+    row_weights = torch.from_numpy(counts / max(counts.sum(), 1))
+    totals: dict[str, Tensor] = {}
+
+    def log_probs(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
+        return forward_log_probs(model, micro, temperature=config.rollout.temperature).log_probs
+
+    with computing(config.model, world):
+        of_model = {name: lambda micro, model=model: log_probs(model, micro) for name, model in outputs.items()}
+        for position, micro, found in run_forward(batch, plan.steps("forward"), world, of_model):
+            for name, flat in found.items():
+                table.fill(name, position, micro.per_row(flat.cpu()))
+            table.fill("response_mask", position, micro.per_row((micro.weights.mean != 0).cpu()))
+            of_rows = row_weights[torch.from_numpy(position)].to(world.device)
+            rollout = micro.fields["rollout_log_probs"]
+            share = off_policy_metrics(found["old_log_probs"], rollout, micro.weights, of_rows)
+            totals = {name: totals[name] + value if name in totals else value for name, value in share.items()}
+        if setup.critic:
+            critic = setup.critic.model
+            first_epoch = [step for step in plan.steps("critic") if step.epoch == 0]
+            of_critic = {"values": lambda micro: forward_values(critic, micro)}
+            for position, micro, found in run_forward(batch, first_epoch, world, of_critic):
+                table.fill("values", position, micro.per_row(found["values"].cpu()))
+    metrics = _sum_metrics(setup, totals)
+    return table.exchange(world), metrics
+
+
+def _sum_metrics(setup: Setup, totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Each rank's shares added up; a rank without a micro-batch has none, and then no rank has."""
+    if not totals:
+        return {}
+    names = sorted(totals)
+    sums = setup.world.sum(torch.stack([totals[name].double() for name in names]))
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def _with_targets(batch: TensorBatch, tokens: Mapping[str, PerRow], found: TokenAdvantages) -> TensorBatch:
+    """The batch with all that the losses need; padding rows get zeros."""
+    columns: dict[str, PerRow] = {name: rows for name, rows in tokens.items() if name != "response_mask"}
+    columns["advantages"] = found.advantages
+    if found.returns is not None:
+        columns["returns"] = found.returns
+    padding = batch.rows.response_tokens[len(batch.plan.rows) :].tolist()
+    for name, rows in columns.items():
+        batch = batch.with_field(name, [*rows, *(torch.zeros(n, dtype=rows[0].dtype) for n in padding)])
+    return batch
+
+
+def train_roles(setup: Setup, batch: TensorBatch, round: int) -> dict[str, float]:
+    """Critic and actor follow their cuts; metrics of both."""
+    config, world = setup.config, setup.world
+    metrics: dict[str, float] = {}
+    roles: tuple[Role, ...] = batch.plan.trained_roles
+    if setup.critic and "critic" in roles:
+        loss = critic_loss(config, setup.critic)
+        fields = ("values", "returns")
+        metrics |= train_role("critic", batch, setup.critic, loss, fields, config=config, round=round, world=world)
+    if "actor" in roles:
+        fields = ("old_log_probs", "advantages", *(("ref_log_probs",) if config.reference.kl == "loss" else ()))
+        loss = actor_loss(config, setup.actor)
+        metrics |= train_role("actor", batch, setup.actor, loss, fields, config=config, round=round, world=world)
+    return metrics
+
+
+def _batch_metrics(sealed: SealedRound, scores: Scores, plan: Plan) -> dict[str, float]:
+    return score_metrics(scores) | sealed.session_metrics() | row_metrics(sealed.rows) | perf_metrics(plan)

@@ -1,0 +1,56 @@
+"""A few whole sessions of a round, token by token, for the report."""
+
+from collections.abc import Mapping
+
+import torch
+
+from raggedright.store.protocol import RowEntry, SessionEntry
+from raggedright.train.round import ROW_FIELDS, RoundResult
+from raggedright.train.setup import Setup
+
+MOST_TRAJECTORIES = 12  # of a sampled session
+
+
+def sample_sessions(setup: Setup, result: RoundResult, count: int) -> list[dict[str, object]]:
+    """Sessions from the lowest to the highest score, each with its first trajectories."""
+    advantages = {
+        row.key: tokens.tolist() for row, tokens in zip(result.sealed.entries, result.advantages, strict=True)
+    }
+    sampled = []
+    for session in _spread(result, count):
+        rows = session.rows[:MOST_TRAJECTORIES]
+        fields = setup.store.get([row.key for row in rows], ROW_FIELDS)
+        trajectories = [
+            _trajectory(setup, row, of_row, advantages[row.key]) for row, of_row in zip(rows, fields, strict=True)
+        ]
+        key = session.key
+        sampled.append(
+            {"prompt": key.prompt, "session": key.session, "score": session.score, "trajectories": trajectories}
+        )
+    return sampled
+
+
+def _spread(result: RoundResult, count: int) -> list[SessionEntry]:
+    """Sessions at even distances in the order of their scores."""
+    ranked = sorted((s for s in result.sealed.sessions if s.rows), key=lambda s: (s.score or 0.0, s.key))
+    places = sorted({round(i * (len(ranked) - 1) / max(1, count - 1)) for i in range(min(count, len(ranked)))})
+    return [ranked[place] for place in places]
+
+
+def _trajectory(
+    setup: Setup, row: RowEntry, fields: Mapping[str, object], advantages: list[float]
+) -> dict[str, object]:
+    ids, mask, log_probs = (fields[name] for name in ROW_FIELDS)
+    assert isinstance(ids, torch.Tensor)
+    assert isinstance(mask, torch.Tensor)
+    assert isinstance(log_probs, torch.Tensor)
+    return {
+        "role": row.tags.get("role"),
+        "reward": row.tags.get("reward"),
+        "finish_reason": row.tags.get("finish_reason"),
+        "tokens": [setup.tokenizer.decode([token]) for token in ids.tolist()],
+        "prompt_tokens": row.prompt_tokens,
+        "mask": mask.tolist(),
+        "advantages": advantages,
+        "log_probs": log_probs.tolist(),
+    }

@@ -1,0 +1,147 @@
+"""All that a rank needs to train, made from the config before the first round: whatever is wrong shows here."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from raggedright.agents.load import load_agent
+from raggedright.agents.prompts import Tasks, load_tasks
+from raggedright.agents.runner import RolloutSettings, Runner
+from raggedright.config.schema import Config
+from raggedright.errors import ConfigError
+from raggedright.rollout.local import LocalEngine
+from raggedright.rollout.protocol import Engine, Sampling
+from raggedright.store.memory import MemoryStore
+from raggedright.store.protocol import Store
+from raggedright.store.sqlite import SqliteStore
+from raggedright.tensors.collate import Collator
+from raggedright.tensors.padding import padding_token_id
+from raggedright.tensors.parallel import shard
+from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
+from raggedright.train.optimizer import Learner
+from raggedright.train.world import World
+
+ROWS_FILE = "rows.db"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """A rank's models, agents and store."""
+
+    config: Config
+    world: World
+    tokenizer: PreTrainedTokenizerBase
+    tasks: Tasks
+    eval_tasks: Tasks
+    actor: Learner
+    reference: nn.Module | None
+    critic: Learner | None
+    whole: nn.Module  # the actor unsharded: itself, or the engine's copy
+    engine: Engine
+    runner: Runner
+    store: Store
+    collator: Collator
+
+    def close(self) -> None:
+        """Let go of engine and store."""
+        self.engine.close()
+        self.store.close()
+
+    def publish_weights(self, version: int) -> None:
+        """Give the engine the actor's weights."""
+        self.engine.update_weights(whole_weights(self.actor.model), version=version)
+
+
+def set_up(config: Config, world: World) -> Setup:
+    """Make everything; every rank makes the same, but for its share of a sharded model."""
+    tokenizer = load_tokenizer(config.model)
+    agent = load_agent(config.agent.name, config.agent.options)
+    tasks = load_tasks(config.prompts.source, seed=config.seed)
+    eval_tasks = load_tasks(config.prompts.eval_source or config.prompts.source, seed=config.seed + 1)
+    actor = load_actor(config.model, tokenizer, seed=config.seed)
+    reference = None
+    if config.reference.kl != "none":
+        reference = _place(copy.deepcopy(actor).requires_grad_(False), config, world)
+    token_id = padding_token_id(tokenizer)
+    sharded = config.parallel.shard == "fsdp2"
+    whole = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
+    engine = LocalEngine(
+        whole,
+        tokenizer=tokenizer,
+        pad_token_id=token_id,
+        max_batch_rows=config.rollout.max_batch_rows,
+        shared=not sharded,
+    )
+    critic = None
+    if config.has_critic:
+        model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed)
+        critic = Learner("critic", _place(model, config, world), config.critic, world)
+    return Setup(
+        config=config,
+        world=world,
+        tokenizer=tokenizer,
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        actor=Learner("actor", _place(actor, config, world), config.optimizer, world),
+        reference=reference,
+        critic=critic,
+        whole=whole,
+        engine=engine,
+        runner=Runner(
+            agent=agent,
+            engine=engine,
+            tokenizer=tokenizer,
+            settings=rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens),
+        ),
+        store=open_store(config.store.backend, config.out),
+        collator=Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens),
+    )
+
+
+def rollout_settings(config: Config, stops: frozenset[int], context_tokens: int) -> RolloutSettings:
+    """The runner's numbers."""
+    rollout = config.rollout
+    longest, budget = rollout.max_row_tokens, config.row_budget
+    if longest is None:
+        longest = min(context_tokens, budget or context_tokens)
+    if longest > context_tokens:
+        raise ConfigError(
+            f"rollout.max_row_tokens is {longest:,} and the model's context {context_tokens:,}; lower the first"
+        )
+    return RolloutSettings(
+        sampling=Sampling(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_ids=stops,
+        ),
+        max_row_tokens=longest,
+        max_trajectories=rollout.max_trajectories,
+        concurrency=rollout.concurrency,
+        timeout=rollout.timeout,
+        retries=rollout.retries,
+        on_failure=rollout.on_failure,
+        seed=config.seed,
+    )
+
+
+def open_store(backend: str, folder: Path) -> Store:
+    """The run's store."""
+    return MemoryStore() if backend == "memory" else SqliteStore(folder / ROWS_FILE)
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by name, gathered where it is sharded; then every rank must take all of them."""
+    for name, weight in model.state_dict().items():
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _place(model: nn.Module, config: Config, world: World) -> nn.Module:
+    model = model.to(world.device)
+    return shard(model) if config.parallel.shard == "fsdp2" else model

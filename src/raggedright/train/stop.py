@@ -1,0 +1,48 @@
+"""How a run is asked to end: Ctrl-C or SIGTERM, or a file named `stop` in the run folder.
+
+The file is how the launcher passes Ctrl-C on, since its ranks are not in the terminal's process group. The first
+request ends the run cleanly: sessions that run are cancelled, a round that trains is finished. A second signal ends the
+process at once.
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+STOP_FILE = "stop"
+POLL_SECONDS = 0.2
+
+
+class Stop:
+    """Whether an end was asked for; `close` gives the signals back."""
+
+    def __init__(self, folder: Path, cancel: Callable[[], None]) -> None:
+        self.requested = False
+        self._cancel, self._file = cancel, folder / STOP_FILE
+        self._closed = threading.Event()
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._watch, name="stop", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            if self._file.exists():
+                self._request()
+                return
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._request()
+
+    def _request(self) -> None:
+        self.requested = True
+        self._cancel()

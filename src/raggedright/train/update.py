@@ -1,0 +1,115 @@
+"""Training on a planned round: each role takes its steps, and every metric is an exact mean.
+
+A rank runs its micro-batches of a step; what they give is summed over micro-batches and ranks, never averaged. A step
+without a loss token touches neither model nor optimizer, and the schedule still advances.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from raggedright.config.schema import Config
+from raggedright.plan.plan import Role
+from raggedright.tensors.batch import TensorBatch
+from raggedright.tensors.collate import MicroBatch
+from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
+from raggedright.train.optimizer import Learner, scale
+from raggedright.train.passes import computing
+from raggedright.train.world import World
+
+Loss = Callable[[MicroBatch, float], Sums]  # of a micro-batch, when this share of the run is done
+
+# These carry the objective's weights and are means over steps; all others are means over loss tokens.
+OBJECTIVES = ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "critic/vf_loss")
+
+
+def actor_loss(config: Config, learner: Learner) -> Loss:
+    """The policy's loss with its entropy bonus and KL, as configured."""
+    algorithm, reference = config.algorithm, config.reference
+
+    def loss(micro: MicroBatch, done: float) -> Sums:
+        outputs = forward_log_probs(learner.model, micro, temperature=config.rollout.temperature)
+        policy = policy_loss(
+            outputs.log_probs,
+            micro.fields["old_log_probs"],
+            micro.fields["advantages"],
+            micro.weights,
+            kind=algorithm.policy_loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+        )
+        bonus = entropy_loss(outputs.entropy, micro.weights)
+        total, metrics = policy.loss, policy.metrics | bonus.metrics
+        if algorithm.entropy_coef:
+            total = total - algorithm.entropy_coef * scale(config.optimizer, done) * bonus.loss
+        if reference.kl == "loss":
+            kl = kl_loss(outputs.log_probs, micro.fields["ref_log_probs"], micro.weights, kind=reference.estimator)
+            total, metrics = total + reference.coef * kl.loss, metrics | kl.metrics
+        return Sums(total, metrics)
+
+    return loss
+
+
+def critic_loss(config: Config, learner: Learner) -> Loss:
+    """The value loss."""
+
+    def loss(micro: MicroBatch, done: float) -> Sums:
+        values = forward_values(learner.model, micro)
+        old, returns = micro.fields["values"], micro.fields["returns"]
+        return value_loss(values, old, returns, micro.weights, clip=config.critic.value_clip)
+
+    return loss
+
+
+def train_role(
+    role: Role,
+    batch: TensorBatch,
+    learner: Learner,
+    loss: Loss,
+    fields: Sequence[str],
+    *,
+    config: Config,
+    round: int,
+    world: World,
+) -> dict[str, float]:
+    """Take a role's steps of the round; metrics are the same on every rank."""
+    steps = batch.plan.steps(role)
+    first = config.critic.warmup_rounds if role == "actor" else 0  # rounds before this role's first one
+    shares: list[dict[str, torch.Tensor]] = []
+    num_tokens: list[int] = []
+    of_optimizer: dict[str, list[float]] = {}
+    for number, step in enumerate(steps, 1):
+        if step.skipped:
+            continue
+        done = (round - 1 - first + number / len(steps)) / (config.train.rounds - first)
+        totals: dict[str, torch.Tensor] = {}
+        for _, micro in batch.micro_batches(step, world.dp_rank, fields):
+            with computing(config.model, world):
+                sums = loss(micro.to(world.device), done)
+            sums.loss.backward()
+            for name, value in sums.metrics.items():
+                totals[name] = totals[name] + value if name in totals else value
+        for name, value in learner.step(done).items():
+            of_optimizer.setdefault(name, []).append(value)
+        shares.append(totals)
+        num_tokens.append(int(batch.rows.loss_tokens[step.row].sum()))
+    metrics = _over_steps(shares, num_tokens, world)
+    return metrics | {
+        name: values[-1] if name.endswith("/lr") else sum(values) / len(values) for name, values in of_optimizer.items()
+    }
+
+
+def _over_steps(shares: Sequence[dict[str, torch.Tensor]], num_tokens: Sequence[int], world: World) -> dict[str, float]:
+    """The round's metrics from each step's share on this rank."""
+    if not shares:
+        return {}
+    names = sorted(shares[0])
+    table = world.sum(torch.stack([torch.stack([share[name].double() for name in names]) for share in shares]))
+    by_step = table.cpu()
+    tokens = torch.tensor(num_tokens, dtype=torch.float64)
+    means = {}
+    for name, values in zip(names, by_step.T, strict=True):
+        means[name] = float(values.mean() if name in OBJECTIVES else (values * tokens).sum() / tokens.sum())
+    return means

@@ -1,0 +1,108 @@
+"""The ranks of a run as one of them sees them: who it is, and the few things that all do together.
+
+With one rank there is no process group and nothing is sent. Every rank calls these in the same order.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raggedright.config.schema import Config
+from raggedright.errors import ConfigError, RaggedRightError
+
+T = TypeVar("T")
+PATIENCE = 1800.0  # seconds beyond the longest rollout that ranks wait for each other
+
+
+class TrainError(RaggedRightError):
+    """Training cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank among the data-parallel ranks."""
+
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.dp_rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's part of a list that all ranks have."""
+        return items[self.dp_rank :: self.dp_size]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.dp_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_first(self, value: T | None) -> T:
+        """What the first rank gives; the others give None."""
+        box = [value]
+        if self.dp_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        assert box[0] is not None
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank gives, by rank."""
+        if self.dp_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.dp_size
+        dist.all_gather_object(values, value)
+        return [each for each in values if each is not None]
+
+    def any(self, value: bool) -> bool:
+        """Whether it holds on some rank."""
+        return bool(self.sum(torch.tensor([float(value)], device=self.device)).item())
+
+    def check_same(self, value: str, what: str) -> None:
+        """An error on every rank, unless all give the same."""
+        values = self.gather(value)
+        if len(set(values)) > 1:
+            given = ", ".join(f"rank {rank}: {each[:12]}" for rank, each in enumerate(values))
+            raise TrainError(f"ranks disagree on {what} ({given}); please report this with the run folder")
+
+    def leave(self) -> None:
+        """End the process group."""
+        if self.dp_size > 1:
+            dist.destroy_process_group()
+
+
+def join_world(config: Config) -> World:
+    """This process as a rank, with the process group that its launcher's environment describes."""
+    parallel = config.parallel
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    has_cuda = torch.cuda.is_available()
+    if parallel.device == "cuda" and not has_cuda:
+        raise ConfigError("parallel.device is cuda and torch sees no CUDA device; set it to cpu or auto")
+    device = torch.device("cuda", local_rank) if has_cuda and parallel.device != "cpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(parallel.threads or max(1, (os.cpu_count() or 1) // parallel.dp))
+    if parallel.dp == 1:
+        return World(0, 1, device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=_longest_rollout(config) + PATIENCE)
+    )
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _longest_rollout(config: Config) -> float:
+    """Seconds after which every rank's sessions have certainly ended."""
+    rollout = config.rollout
+    attempts = 1 + (rollout.retries if rollout.on_failure == "retry" else 0)
+    sessions_of_rank = -(-config.train.batch_size * rollout.n // config.parallel.dp)
+    return rollout.timeout * attempts * -(-sessions_of_rank // rollout.concurrency)

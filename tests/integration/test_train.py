@@ -1,0 +1,144 @@
+"""`raggedright train` as a user runs it: what it prints, what it leaves, how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel.whole_runs import write_run
+
+TESTS = Path(__file__).parents[1]
+SMALL: dict[str, dict[str, object]] = {
+    "model": {"dtype": "float32"},
+    "prompts": {"source": "integration.train_agents:tasks"},
+    "rollout": {"n": 4, "max_tokens": 2, "timeout": 2.0},
+    "train": {"rounds": 3, "batch_size": 8, "mini_batch_size": 4, "epochs": 1},
+}
+
+
+def start(folder: Path, agent: str, *options: str) -> subprocess.Popen[str]:
+    """A run of an agent of `train_agents`, in a process group of its own, in folder/run."""
+    folder.mkdir(exist_ok=True)
+    config = (
+        write_run(folder / "config", SMALL, {"agent": {"name": f"integration.train_agents:{agent}"}}) / "config.toml"
+    )
+    command = [sys.executable, "-m", "raggedright", "train", str(config), "--out", str(folder / "run"), *options]
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "TASKS_FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def run(folder: Path, agent: str, *options: str) -> tuple[int, str, str]:
+    process = start(folder, agent, *options)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+def events_of(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_run_on_two_ranks_ends_with_the_reports_path_and_all_files(tmp_path: Path):
+    code, out, err = run(
+        tmp_path, "healthy", "--parallel.dp", "2", "--eval.every", "2", "--logging.tensorboard", "true"
+    )
+    assert code == 0, err
+    report = tmp_path / "run" / "report.html"
+    assert out.rstrip().endswith(f"report: {report}")
+    assert "round 3/3" in out
+    for name in ("config.toml", "events.jsonl", "rows.db", "report.html", "tensorboard", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).exists(), name
+    rounds = events_of(tmp_path, "round")
+    assert [event["round"] for event in rounds] == [1, 2, 3]
+    assert {event["optimizer_steps"] for event in rounds} == {2}
+    assert [event["round"] for event in events_of(tmp_path, "eval")] == [2, 3]
+    assert events_of(tmp_path, "end")[0]["reason"] == "finished"
+    assert "37" in report.read_text()
+
+
+def test_a_folder_that_holds_a_run_is_left_alone_unless_asked(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("")
+    code, _, err = run(tmp_path, "healthy")
+    assert code == 1
+    assert "holds a run (events.jsonl); give another --out, or --fresh" in err
+
+
+def test_a_zoo_of_misbehaving_agents_does_not_stop_the_run_and_the_ledger_names_each(tmp_path: Path):
+    code, out, err = run(tmp_path, "zoo", "--train.rounds", "1")
+    assert code == 0, err
+    (event,) = events_of(tmp_path, "round")
+    causes = {int(failure["prompt"]) % 8: failure["cause"] for failure in event["failed"]}
+    words = {
+        0: "ValueError: no idea what to do with",
+        1: "2 s",
+        2: "None",
+        3: "nan",
+        4: "rollout.max_row_tokens",
+        5: "trajector",
+        7: "rollout.max_trajectories",
+    }
+    assert causes.keys() == words.keys()
+    for number, word in words.items():
+        assert word in causes[number], causes[number]
+    assert "7 failed" in out
+    sessions = event["ledger"]["sessions"]
+    assert sum(sessions.values()) == 32
+    assert sessions["trained"] == 24
+    assert sessions["skipped (no loss tokens)"] == 1
+
+
+@pytest.mark.xdist_group("launch")
+def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
+    process = start(tmp_path, "waits", "--parallel.dp", "2", "--rollout.timeout", "600")
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, err
+    assert "interrupted after 1 rounds" in out
+    assert "kept: 1 rounds' events, the model" in out
+    assert events_of(tmp_path, "end")[0]["reason"] == "interrupted"
+    assert "Traceback" not in err
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path):
+    code, out, err = run(tmp_path, "dies", "--parallel.dp", "2")
+    assert code == 1
+    assert "raggedright: rank 1" in err
+    assert "after 1 rounds" in out
+
+
+def test_when_every_session_fails_the_run_stops_with_the_first_cause(tmp_path: Path):
+    code, _, err = run(tmp_path, "raises")
+    assert code == 1
+    assert "round 1: all 32 sessions failed" in err
+    assert "ValueError: no idea what to do with" in err
+    assert "Traceback" not in err
+
+
+def test_a_dry_run_prints_the_resolved_config_and_a_plan_and_starts_nothing(tmp_path: Path):
+    code, out, err = run(tmp_path, "healthy", "--dry-run", "--train.align", "lcm")
+    assert code == 0, err
+    assert 'align = "lcm"' in out
+    assert "optimizer" in out
+    assert not (tmp_path / "run").exists()

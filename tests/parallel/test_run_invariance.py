@@ -1,0 +1,113 @@
+"""The whole run does not depend on how it is cut: the same rollouts and weights for any ranks, cuts and padding.
+
+Every run below is the real trainer, from agents to the saved model. In float64, weights after two optimizer epochs
+over round 1 agree to 1e-9; in float32, where AdamW's first steps are sign-like, gradients do to 1e-5.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.launch import launch
+from parallel.whole_runs import distance, first_norm, gradient_of, rollouts_of, train_one, weights_of, write_run
+from raggedright.check.run import relative_error
+from raggedright.train.world import World
+
+Changes = dict[str, dict[str, object]]
+
+CASES: dict[str, Changes] = {  # the first four in every variant, the others in those of FEW
+    "steps token-mean": {},
+    "steps session-mean": {"train": {"loss_agg": "session-mean"}},
+    "lcm token-mean": {"train": {"align": "lcm"}},
+    "lcm session-mean": {"train": {"align": "lcm", "loss_agg": "session-mean"}},
+    "critic": {"algorithm": {"advantages": "gae", "entropy_coef": 0.1}, "critic": {"mini_batch_size": 2, "lr": 1e-3}},
+    "kl in the reward": {"reference": {"kl": "reward", "coef": 0.1}, "rollout": {"temperature": 0.7}},
+    "kl in the loss": {"reference": {"kl": "loss", "coef": 0.1}, "algorithm": {"policy_loss": "gspo"}},
+}
+ONE_RANK: dict[str, Changes] = {
+    "rows alone": {"train": {"micro_batch_rows": 1}},
+    "small packs": {"train": {"micro_batch_tokens": 24}},
+    "rectangles": {"train": {"micro_batch_rows": 5, "collate": "padded"}},
+}
+TWO_RANKS: dict[str, Changes] = {
+    "two ranks": {"parallel": {"dp": 2}},
+    "two ranks, rectangles": {"parallel": {"dp": 2}, "train": {"micro_batch_rows": 2, "collate": "padded"}},
+    "two ranks, much padding": {
+        "parallel": {"dp": 2},
+        "train": {"micro_batch_rows": 3, "micro_batch_multiple": 24, "min_row_tokens": 11},
+    },
+}
+THREE_RANKS: dict[str, Changes] = {
+    "three ranks": {"parallel": {"dp": 3}},
+    "three ranks, small packs": {"parallel": {"dp": 3}, "train": {"micro_batch_tokens": 30}},
+}
+FLOAT32: Changes = {"model": {"dtype": "float32"}}
+SHARDED: dict[str, Changes] = {"two ranks, sharded": {"parallel": {"dp": 2, "shard": "fsdp2"}}}
+
+EVERY = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *SHARDED]
+FEW = ["small packs", "two ranks, much padding", "three ranks"]
+PAIRS = [(case, variant) for i, case in enumerate(CASES) for variant in (EVERY if i < 4 else FEW)]
+
+
+def merge(case: Changes, variant: Changes) -> Changes:
+    return {name: {**case.get(name, {}), **variant.get(name, {})} for name in case.keys() | variant.keys()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case in every variant, trained: the ranks of two and of three are started once."""
+    root = tmp_path_factory.mktemp("runs")
+    for dp, variants in ((1, {"one rank": {}} | ONE_RANK), (2, TWO_RANKS | SHARDED), (3, THREE_RANKS)):
+        folders = [
+            write_run(root / case / variant, merge(changes, change))
+            for case, changes in CASES.items()
+            for variant, change in variants.items()
+            if variant == "one rank" or (case, variant) in PAIRS
+        ]
+        folders += [
+            write_run(root / "float32" / variant, merge(FLOAT32, change))
+            for variant, change in variants.items()
+            if variant not in SHARDED
+        ]
+        if dp == 1:
+            for folder in folders:
+                train_one(folder, World(0, 1, torch.device("cpu")))
+        else:
+            launch("parallel.whole_runs:train_all", dp, [str(folder) for folder in folders])
+    return root
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize(("case", "variant"), PAIRS)
+def test_rollouts_and_weights_are_those_of_one_rank(runs: Path, case: str, variant: str):
+    alone, other = runs / case / "one rank", runs / case / variant
+    assert rollouts_of(other) == rollouts_of(alone)
+    assert distance(weights_of(other), weights_of(alone)) < 1e-9
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("variant", [*ONE_RANK, *TWO_RANKS, *THREE_RANKS])
+def test_the_first_gradient_in_float32_is_that_of_one_rank(runs: Path, variant: str):
+    alone, other = gradient_of(runs / "float32" / "one rank"), gradient_of(runs / "float32" / variant)
+    assert rollouts_of(runs / "float32" / variant) == rollouts_of(runs / "float32" / "one rank")
+    assert relative_error(other, alone) < 1e-5
+
+
+@pytest.mark.xdist_group("launch")
+def test_the_runs_that_are_compared_trained_and_differ_between_cases(runs: Path):
+    weights = [weights_of(runs / case / "one rank") for case in CASES]
+    assert all(first_norm(runs / case / "one rank") > 1e-3 for case in CASES)
+    assert all(distance(one, other) > 1e-6 for i, one in enumerate(weights) for other in weights[:i])
+
+
+@pytest.mark.xdist_group("launch")
+def test_some_of_the_runs_have_padding_and_some_have_none(runs: Path):
+    padding = {}
+    for path in runs.glob("*/*/events.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        padding[path.parts[-3], path.parts[-2]] = next(e["padding_rows"] for e in lines if e["event"] == "round")
+    assert padding["steps token-mean", "one rank"] == 0
+    assert padding["steps token-mean", "two ranks, much padding"] > 5
+    assert padding["lcm token-mean", "one rank"] > 0

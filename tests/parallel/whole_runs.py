@@ -1,0 +1,133 @@
+"""Whole training runs in one set of ranks: what each leaves behind, compared with another's."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from raggedright.agents.digits import SYMBOLS, digits_of
+from raggedright.agents.session import Session, Task
+from raggedright.config import dump_config, load_config
+from raggedright.config.load import make_config
+from raggedright.store.sqlite import SqliteStore
+from raggedright.train.loop import train
+from raggedright.train.optimizer import Learner
+from raggedright.train.round import ROW_FIELDS
+from raggedright.train.world import World
+
+BASE = {
+    "seed": 3,
+    "model": {
+        "made": {
+            "model_type": "qwen3",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.1,
+            "tie_word_embeddings": False,
+        },
+        "symbols": SYMBOLS,
+        "dtype": "float64",
+    },
+    "prompts": {"source": "raggedright.agents.digits:tasks"},
+    "agent": {"name": "parallel.whole_runs:wander"},
+    "rollout": {"n": 4, "max_tokens": 4, "max_row_tokens": 24},
+    # 3 prompts x 4 sessions divide by 1, 2 and 3 ranks, so that lcm asks for the same row counts of all
+    "train": {"rounds": 1, "batch_size": 6, "mini_batch_size": 3, "epochs": 2},
+    "algorithm": {"entropy_coef": 0.1},
+    "optimizer": {"lr": 3e-3},
+    "logging": {"tensorboard": False},
+}
+
+
+async def wander(task: Task, session: Session) -> float:
+    """One to three trajectories of two turns and an observation between, with rewards that an untrained model gets."""
+    good = 0
+    for i in range(session.random.randint(1, 3)):
+        trajectory = session.trajectory("m" * (i + 1) + "".join(map(str, digits_of(task))) + "=", role=f"turn {i}")
+        first = await trajectory.generate(max_tokens=session.random.randint(1, 4))
+        trajectory.observe("|7:")
+        second = await trajectory.generate(max_tokens=2)
+        good += sum(token % 3 == 0 for token in (*first.ids, *second.ids))
+        if i == 1:
+            trajectory.reward = good / 2
+    return good / 4
+
+
+def write_run(folder: Path, *changes: dict[str, dict[str, object]]) -> Path:
+    """A run folder with a config, the base one with changes."""
+    values: dict[str, object] = {**BASE, "out": str(folder)}
+    for change in changes:
+        for name, section in change.items():
+            inside = values.get(name, {})
+            assert isinstance(inside, dict)
+            values[name] = {**inside, **section}
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(make_config(values, source=str(folder))))
+    return folder
+
+
+def train_all(folders: list[str]) -> None:
+    """Train each run in these ranks, in turn."""
+    for folder in folders:
+        train_one(Path(folder), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
+
+
+def train_one(folder: Path, world: World) -> None:
+    """Train to the end; the actor's first gradient, summed over ranks, is left in a file of its own."""
+    torch.set_num_threads(1)
+    clip = Learner._clip
+
+    def keep(self: Learner) -> float:
+        if self.name == "actor" and world.is_first and not (folder / "gradient.safetensors").exists():
+            save_file(_plain(self), folder / "gradient.safetensors")
+        return clip(self)
+
+    Learner._clip = keep
+    try:
+        assert train(load_config(folder / "config.toml"), world) == "finished"
+    finally:
+        Learner._clip = clip
+
+
+def _plain(learner: Learner) -> dict[str, torch.Tensor]:
+    """Gradients of a model that is not sharded; gathering sharded ones takes all ranks."""
+    found = {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
+    return {name: grad for name, grad in found.items() if not isinstance(grad, DTensor)}
+
+
+def gradient_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "gradient.safetensors")
+
+
+def first_norm(folder: Path) -> float:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return next(line["metrics"]["actor/grad_norm"] for line in lines if line["event"] == "round")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def rollouts_of(folder: Path) -> dict[str, list[list[float]]]:
+    """Token ids and masks of round 1's rows, by key."""
+    with SqliteStore(folder / "rows.db") as store:
+        keys = [row.key for session in store.list(round=1) for row in session.rows]
+        rows = store.get(keys, ROW_FIELDS)
+    return {
+        str(key): [value.tolist() for name in ROW_FIELDS[:2] if isinstance(value := row[name], torch.Tensor)]
+        for key, row in zip(keys, rows, strict=True)
+    }
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two models' weights."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)

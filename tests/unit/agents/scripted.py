@@ -1,0 +1,114 @@
+"""An engine that answers by noise alone, a tokenizer of digits, and a round to run: what agents' tests share."""
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from raggedright.agents.digits import SYMBOLS
+from raggedright.agents.runner import RolloutSettings, Runner
+from raggedright.agents.session import Agent, Task
+from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.store.memory import MemoryStore
+from raggedright.store.protocol import SessionEntry, Store
+from raggedright.train.models import make_tokenizer
+
+TOKENIZER = make_tokenizer(SYMBOLS)
+EOS: int = TOKENIZER.eos_token_id  # type: ignore[assignment]
+
+
+class NoiseEngine:
+    """Every token and log-prob is a hash of (noise, position): digits, and one time in three the end of text."""
+
+    def __init__(self, context_tokens: int = 4096) -> None:
+        self.context_tokens = context_tokens
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        ids: list[int] = []
+        log_probs: list[float] = []
+        while len(ids) < request.sampling.max_tokens:
+            await asyncio.sleep(0)
+            position = len(request.ids) + len(ids)
+            draw = hashlib.sha256(request.noise + position.to_bytes(8, "little")).digest()
+            ids.append(EOS if draw[0] < 85 else draw[1] % 10)
+            log_probs.append(-1.0 - draw[2] / 100)
+            if ids[-1] in request.sampling.stop_ids:
+                return Generation(ids, log_probs, "stop", 7)
+        return Generation(ids, log_probs, "length", 7)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptEngine(NoiseEngine):
+    """Answers with the next of these lists of ids, whoever asks."""
+
+    def __init__(self, *replies: Sequence[int]) -> None:
+        super().__init__()
+        self._replies = iter(replies)
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        ids = [*next(self._replies)][: request.sampling.max_tokens]
+        is_stop = bool(ids) and ids[-1] in request.sampling.stop_ids
+        return Generation(ids, [-0.5] * len(ids), "stop" if is_stop else "length", 3)
+
+
+def settings(**changes) -> RolloutSettings:
+    sampling = Sampling(max_tokens=8, stop_ids=frozenset([EOS]))
+    return RolloutSettings(**{"sampling": sampling, "max_row_tokens": 64, "timeout": 0.3, **changes})
+
+
+def tasks_of(kinds: Iterable[str]) -> list[Task]:
+    return [Task(uid=kind, data={"kind": kind, "digits": [*"31415"]}) for kind in kinds]
+
+
+def run(
+    agent: Agent,
+    sessions: Sequence[tuple[Task, int]],
+    *,
+    engine: NoiseEngine | None = None,
+    store: Store | None = None,
+    tokenizer=TOKENIZER,
+    **changes,
+) -> Store:
+    store = store or MemoryStore()
+    runner = Runner(agent=agent, engine=engine or NoiseEngine(), tokenizer=tokenizer, settings=settings(**changes))
+    runner.run(store, round=1, sessions=sessions)
+    return store
+
+
+def recorded(store: Store, prompts: Iterable[str] | None = None) -> list[tuple[object, ...]]:
+    """Every bit of the sessions of these prompts, to compare."""
+    wanted = None if prompts is None else {*prompts}
+    entries = [entry for entry in store.list() if wanted is None or entry.key.prompt in wanted]
+    return [(entry, *map(_values, _fields(store, entry))) for entry in entries]
+
+
+def rows(store: Store) -> list[dict[str, list]]:
+    """The fields of all rows, as lists."""
+    return [
+        {name: value.tolist() for name, value in row.items()} for entry in store.list() for row in _fields(store, entry)
+    ]
+
+
+def causes(store: Store) -> dict[tuple[str, int, int], str]:
+    return {e.key[1:]: e.cause for e in store.list(state="failed")}
+
+
+def _fields(store: Store, entry: SessionEntry) -> list[dict]:
+    names = ("input_ids", "response_mask", "rollout_log_probs")
+    return [*store.get([row.key for row in entry.rows], names)]
+
+
+def _values(row: dict) -> tuple[object, ...]:
+    return tuple((name, str(value.dtype), tuple(value.tolist())) for name, value in row.items())

@@ -1,5 +1,6 @@
 """One rank of a run: `python -m raggedright.train.rank RUN_FOLDER`, started by the launcher."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def run_rank(folder: Path) -> str:
     disable_progress_bar()  # of transformers; the run's own is enough
     config = load_config(folder / CONFIG_FILE)
     world = join_world(config)
+    gc.collect()
+    gc.freeze()  # what the imports made lives as long as the process: not worth looking at again
     try:
         return train(config, world)
     finally:

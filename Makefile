@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train test test-slow test-verl test-ray lint check-full bench-plan bench-tensors bench-store picture clean
+.PHONY: help train verify verify-curves test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout config-page picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -7,7 +7,13 @@ help: ## what there is to run
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 train: .venv/installed ## the verification run: dp 2, 45 prompts x 8 sessions, mini-batches of 15 prompts
-	@echo "make train: the trainer is not part of this version yet; 'raggedright plan' and the library are." >&2; exit 1
+	$(BIN)/raggedright train configs/compaction.toml --fresh $(ARGS)
+
+verify: .venv/installed ## the verification runs: five seeds and four other ways to train; writes docs/verification.md
+	$(BIN)/python verification/verify.py $(ARGS)
+
+verify-curves: .venv/installed ## 20 rounds, cut in five ways, drawn together in docs/invariance.svg
+	$(BIN)/python verification/verify.py --curves
 
 test: .venv/installed lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
@@ -17,10 +23,6 @@ test-slow: .venv/installed test-verl ## the few tests that need minutes
 
 test-verl: .venv-verl/installed ## agreement with verl's own functions, in an environment of its own
 	PYTHONPATH=src .venv-verl/bin/python -m pytest -q tests/verl
-
-test-ray: .venv/installed ## the TransferQueue store on a real Ray; installs the extra, about two minutes
-	$(BIN)/pip install -q -c constraints.txt -e '.[ray]'
-	$(BIN)/pytest -q tests/store/test_transfer_queue.py
 
 check-full: .venv/installed ## the exactness check over every combination (hours; `raggedright check` takes a minute)
 	$(BIN)/raggedright check --full
@@ -36,8 +38,14 @@ bench-plan: .venv/installed .venv-verl/installed ## the planner's time and quali
 bench-tensors: .venv/installed ## padding rows and schema checks beside the least they could take
 	$(BIN)/python benchmarks/bench_tensors.py
 
-bench-store: .venv/installed ## put, get, list and delete of each store, with files of 2 GB (ARGS=--quick)
+bench-store: .venv/installed ## each store beside bare TransferQueue, with files of 2 GB, about 15 minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_store.py $(ARGS)
+
+config-page: .venv/installed ## every key of the config, docs/config.md
+	$(BIN)/python -m raggedright.config.reference > docs/config.md
+
+bench-rollout: .venv/installed ## the local rollout engine beside transformers' own generate
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_rollout.py
 
 picture: .venv/installed ## the picture in the README, docs/plan.svg
 	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \
@@ -48,7 +56,7 @@ clean: ## remove the virtual environments and caches
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,ray,dev]'
 	touch $@
 
 # torch first and alone: an open range would pull gigabytes of CUDA. Peers that we compare with never enter .venv.

@@ -1,13 +1,12 @@
-# pyright: reportMissingImports=false
 """TransferQueue bare and through our adapter, on the same rows: what the guards cost.
 
 `bench_store.py` takes `BACKENDS` from here. Bare TransferQueue is used as it documents: batches of nested tensors with
 a tag a row in, a TensorDict out. The adapter's answer is taken apart into rows, and checked.
 
-    .venv/bin/python benchmarks/bench_store_ray.py                     # 360 and 4,000 rows, the two side by side
+    .venv/bin/python benchmarks/bench_store_ray.py                     # 360 and 4,000 rows, the two by turns
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
@@ -16,11 +15,10 @@ from time import perf_counter
 from typing import Any, Self, cast
 
 import torch
-from rich.console import Console
 
 from raggedright.store.protocol import Key, NewRow, RowEntry, SessionEntry, SessionKey, Store
 from raggedright.store.transfer_queue import TransferQueueStore
-from store_rows import FIELDS, ROWS_A_SESSION, row_bytes, session_key, session_rows
+from store_rows import FIELDS, ROWS_A_SESSION, session_key, session_rows
 
 _runs = count()
 
@@ -28,23 +26,34 @@ _runs = count()
 class BareTransferQueue:
     """TransferQueue's own batched calls, with no guard at all; the part of a store that is measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_a_put: int = ROWS_A_SESSION) -> None:
         self._started = TransferQueueStore(run="bare")  # for a bounded start on loopback
         self._name = f"bare {next(_runs)}"
+        self._rows_a_put, self._waiting = rows_a_put, []
 
     def put(self, session: SessionKey, rows: Sequence[NewRow], *, score: float | None = None) -> None:
+        self._waiting += [(session, i, score, row) for i, row in enumerate(rows)]
+        if len(self._waiting) >= self._rows_a_put:
+            self.flush()
+
+    def flush(self) -> None:
         import transfer_queue
         from tensordict import NonTensorStack, TensorDict
 
+        if not self._waiting:
+            return
         columns: dict[str, Any] = {}
-        for name, first in rows[0].fields.items():
-            values: list[Any] = [row.fields[name] for row in rows]
-            columns[name] = NonTensorStack(*values)
+        for name, first in self._waiting[0][3].fields.items():
+            values: list[Any] = [row.fields[name] for _, _, _, row in self._waiting]
             if isinstance(first, torch.Tensor):
                 columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
-        names = [f"{session.prompt}_{session.session}_{i}" for i in range(len(rows))]
-        tags = [{"is_padding": row.is_padding, "score": score, **row.tags} for row in rows]
-        transfer_queue.kv_batch_put(names, f"{self._name}/{session.round}", TensorDict(columns, len(rows)), tags)
+            else:
+                columns[name] = NonTensorStack(*values)
+        names = [f"{session.prompt}_{session.session}_{i}" for session, i, _, _ in self._waiting]
+        tags = [{"is_padding": row.is_padding, "score": score, **row.tags} for _, _, score, row in self._waiting]
+        partition = f"{self._name}/{self._waiting[0][0].round}"
+        transfer_queue.kv_batch_put(names, partition, TensorDict(columns, len(names)), tags)
+        self._waiting = []
 
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> object:
         import transfer_queue
@@ -55,6 +64,7 @@ class BareTransferQueue:
     def list(self, *, round: int) -> Sequence[SessionEntry]:
         import transfer_queue
 
+        self.flush()
         listed = transfer_queue.kv_list(f"{self._name}/{round}")[f"{self._name}/{round}"]
         counts = {"prompt_tokens": 0, "response_tokens": 0, "loss_tokens": 0, "is_padding": False}
         entries = []
@@ -86,7 +96,15 @@ def open_bare(folder: Path | None = None) -> AbstractContextManager[Store]:
     return cast(AbstractContextManager[Store], BareTransferQueue())
 
 
-BACKENDS = {"transfer_queue": open_adapter, "bare": open_bare}
+def open_bare_in_large_batches(folder: Path) -> AbstractContextManager[Store]:
+    return cast(AbstractContextManager[Store], BareTransferQueue(rows_a_put=360))
+
+
+BACKENDS: dict[str, Callable[[Path], AbstractContextManager[Store]]] = {
+    "transfer_queue": open_adapter,
+    "bare": open_bare,
+    "bare-360": open_bare_in_large_batches,
+}
 
 
 def measure(store: Store, sessions: Sequence[Sequence[NewRow]], num_sessions: int) -> tuple[float, float]:
@@ -103,23 +121,21 @@ def measure(store: Store, sessions: Sequence[Sequence[NewRow]], num_sessions: in
     return put - began, got - put
 
 
-def main() -> None:
-    console, sessions = Console(), [session_rows(i) for i in range(16)]
+def compare_side_by_side() -> Iterator[tuple[int, float, float]]:
+    """How many times bare's seconds our put and get take, by the number of rows; medians, by turns on one Ray."""
+    sessions = [session_rows(i) for i in range(16)]
     with TransferQueueStore(run="owner"):
-        for num_rows, repeats in ((64, 1), (360, 7), (4_000, 3)):  # the first one warms up
-            taken: dict[str, list[tuple[float, float]]] = {name: [] for name in BACKENDS}
-            for _ in range(repeats):  # alternating, for machines are noisy
-                for name, opened in BACKENDS.items():
+        for num_rows, repeats in ((64, 2), (360, 15), (4_000, 5)):  # the first one warms up
+            taken: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
+            for _ in range(repeats):
+                for name, opened in (("ours", open_adapter), ("bare", open_bare)):
                     with opened() as store:
                         taken[name].append(measure(store, sessions, num_rows // ROWS_A_SESSION))
-            seconds = {name: [median(each) for each in zip(*pairs, strict=True)] for name, pairs in taken.items()}
-            size = row_bytes(sessions[0]) / ROWS_A_SESSION / 1e3
-            console.print(f"{num_rows:,} rows of {size:.0f} KB, {ROWS_A_SESSION} a put, 360 a get; median of {repeats}")
-            for name, (put, got) in seconds.items():
-                console.print(f"  {name:16} put {num_rows / put:7,.0f} rows/s   get {num_rows / got:7,.0f} rows/s")
-            (put, got), (bare_put, bare_got) = seconds["transfer_queue"], seconds["bare"]
-            console.print(f"  adapter / bare   put {put / bare_put:7.2f} x        get {got / bare_got:7.2f} x")
+            ours, bare = ([median(each) for each in zip(*taken[name], strict=True)] for name in ("ours", "bare"))
+            if num_rows > 64:
+                yield num_rows, ours[0] / bare[0], ours[1] / bare[1]
 
 
 if __name__ == "__main__":
-    main()
+    for num_rows, put, got in compare_side_by_side():
+        print(f"{num_rows:,} rows, ours to bare: put {put:.2f} x, get {got:.2f} x the seconds", flush=True)

@@ -1,4 +1,6 @@
-"""Processes that use a store until they are killed: `python crashes.py write|read FILE LOG SEED`.
+"""Processes that use a store until they are killed: `python crashes.py write|read STORE LOG SEED`.
+
+STORE is a SQLite store's file, or `queue ADDRESS RUN`.
 
 A writer logs a session, durably, before it begins to put it and once put has returned. What a session holds follows
 from its key, so that whoever looks afterwards can compare every bit.
@@ -6,12 +8,15 @@ from its key, so that whoever looks afterwards can compare every bit.
 
 import os
 import random
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from time import sleep
 
 import torch
 
-from raggedright.store.protocol import Key, NewRow, SessionKey
+from raggedright.store.protocol import Key, NewRow, SessionKey, Store
 from raggedright.store.sqlite import SqliteStore
 from store.values import same
 
@@ -33,10 +38,19 @@ def rows_like(session: SessionKey) -> list[NewRow]:
     return rows
 
 
-def write(path: Path, log: Path, seed: int) -> None:
-    """Put sessions for ever; some as running first, and delete a round now and then where the seed says so."""
+def open_store(where: str) -> Store:
+    if not where.startswith("queue "):
+        return SqliteStore(where)
+    from raggedright.store.transfer_queue import TransferQueueStore
+
+    _, address, run = where.split(" ", 2)
+    return TransferQueueStore(address, run=run, timeout=3.0)  # a killed writer's lease is a few times that
+
+
+def write(where: str, log: Path, seed: int) -> None:
+    """Put sessions for ever; some as running first."""
     chance = random.Random(seed)
-    with log.open("a") as file, SqliteStore(path) as store:
+    with log.open("a") as file, open_store(where) as store:
         print("ready", flush=True)
         for i in range(10**9):
             session = SessionKey(7, f"writer {seed}", i)
@@ -48,15 +62,52 @@ def write(path: Path, log: Path, seed: int) -> None:
             os.fsync(file.fileno())
 
 
-def read(path: Path) -> None:
+def read(where: str) -> None:
     """Read all there is, for ever."""
-    with SqliteStore(path) as store:
+    with open_store(where) as store:
         print("ready", flush=True)
         while True:
             check(store)
 
 
-def check(store: SqliteStore) -> set[SessionKey]:
+def start(what: str, where: str, log: Path, seed: int) -> subprocess.Popen[bytes]:
+    """One of these in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, __file__, what, where, str(log), str(seed)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def run_and_kill(where: str, folder: Path, seed: int, whats: list[str], chance: random.Random) -> None:
+    """Start these at once, and kill each at a random moment after all are ready."""
+    logs = [folder / f"log {seed + i}" for i in range(len(whats))]
+    processes = [start(what, where, log, seed + i) for i, (what, log) in enumerate(zip(whats, logs, strict=True))]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    for process in chance.sample(processes, len(processes)):
+        sleep(chance.random() * 0.4)
+        assert process.poll() is None, "it ended by itself"
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def compare(store: Store, folder: Path) -> None:
+    """All that any log reports is in the store; what more is there is at most one session a writer."""
+    found = check(store)
+    for log in folder.glob("log *"):
+        writer = f"writer {log.name.removeprefix('log ')}"
+        reported = {SessionKey(7, writer, int(line)) for line in log.read_text().split()}
+        mine = {key for key in found if key.prompt == writer}
+        assert reported <= mine, "a session that was reported is lost"
+        assert len(mine - reported) <= 1, "more than the one that was being reported when it was killed"
+
+
+def check(store: Store) -> set[SessionKey]:
     """The finished sessions of a store, each compared with what it has to be."""
     entries = store.list(state="finished")
     for entry in entries:
@@ -70,6 +121,6 @@ def check(store: SqliteStore) -> set[SessionKey]:
 
 
 if __name__ == "__main__":
-    what, path, log, seed = sys.argv[1:]
+    what, where, log, seed = sys.argv[1:]
     torch.set_num_threads(1)
-    write(Path(path), Path(log), int(seed)) if what == "write" else read(Path(path))
+    write(where, Path(log), int(seed)) if what == "write" else read(where)

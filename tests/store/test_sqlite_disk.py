@@ -93,3 +93,42 @@ def test_a_read_only_file_system_is_a_sentence(mount: Callable[[int], Path]) -> 
     assert (disk / "rows.db").read_bytes() == before
     with SqliteStore(disk / "rows.db") as store:
         assert len(store.list()) == 1
+
+
+def test_a_read_only_file_system_can_be_read(mount: Callable[[int], Path]) -> None:
+    disk = mount(8)
+    with SqliteStore(disk / "rows.db") as store:
+        store.put(key(), [tokens(3)])
+    remount(disk, "ro")
+    with SqliteStore(disk / "rows.db", read_only=True) as store:
+        assert [entry.key for entry in store.list()] == [key()]
+        assert same(list(store.get([row(key())], ["input_ids"])), [{"input_ids": torch.arange(4)}])
+        with pytest.raises(StoreError, match="reading only"):
+            store.put(key("q"), [tokens(1)])
+        remount(disk, "rw")
+        with SqliteStore(disk / "rows.db") as writer:
+            writer.put(key("q"), [tokens(1)])
+        with pytest.raises(StoreError, match=r"rows\.db: somebody writes it"):
+            store.list()
+    remount(disk, "ro")
+    with SqliteStore(disk / "rows.db", read_only=True) as store:
+        assert len(store.list()) == 2
+    remount(disk, "rw")
+
+
+def test_a_log_on_a_read_only_file_system_is_read_or_said(mount: Callable[[int], Path], tmp_path: Path) -> None:
+    disk = mount(8)
+    store = SqliteStore(tmp_path / "rows.db")
+    store.put(key(), [tokens(3)])  # stands in the log, as after a crash
+    for name in ("rows.db", "rows.db-wal", "rows.db-shm"):
+        (disk / name).write_bytes((tmp_path / name).read_bytes())
+    store.close()
+    remount(disk, "ro")
+    with SqliteStore(disk / "rows.db", read_only=True) as copy:
+        assert [entry.key for entry in copy.list()] == [key()]
+    remount(disk, "rw")
+    (disk / "rows.db-shm").unlink()
+    remount(disk, "ro")
+    with pytest.raises(StoreError, match=r"rows\.db-wal beside it has what was put last; copy both"):
+        SqliteStore(disk / "rows.db", read_only=True)
+    remount(disk, "rw")

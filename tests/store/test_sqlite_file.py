@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from raggedright.store.protocol import StoreError
+from raggedright.store.rows import prune
 from raggedright.store.sqlite import SqliteStore
-from raggedright.store.sqlite_file import APPLICATION_ID, FORMAT
+from raggedright.store.sqlite_schema import APPLICATION_ID, FORMAT
 from store.values import VALUES, bare, key, row, same, tokens
 
 
@@ -166,6 +167,36 @@ def test_a_handle_works_in_threads_and_after_a_fork(path: Path) -> None:
         assert len(store.list()) == 23
 
 
+def test_a_store_is_read_while_another_process_writes_it_and_is_not_changed_by_that(path: Path) -> None:
+    before = path.read_bytes()
+    with SqliteStore(path, read_only=True) as reader:
+        assert len(reader.list()) == 20
+        uses = [
+            lambda: reader.put(key("q"), [tokens(1)]),
+            lambda: reader.update({row(key("p", 1)): {"x": 1}}),
+            lambda: reader.delete(0),
+        ]
+        for use in uses:
+            with pytest.raises(StoreError, match=r"rows\.db: .* failed: the store is open for reading only"):
+                use()
+    assert path.read_bytes() == before
+    with SqliteStore(path) as writer, SqliteStore(path, read_only=True) as reader:
+        writer.put(key("q"), [tokens(1)])
+        assert [entry.key for entry in reader.wait(0, [("q", 0)], timeout=0)] == [key("q")]
+        writer.put(key("r"), [tokens(2)])
+        assert len(reader.list()) == 22
+        reader.close()
+        writer.put(key("s"), [tokens(2)])
+    with SqliteStore(path) as store:
+        assert len(store.list()) == 23
+
+
+def test_a_missing_store_is_not_made_for_reading(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"rows\.db: open failed: No such file"):
+        SqliteStore(tmp_path / "rows.db", read_only=True)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_deleted_rounds_leave_their_space_to_later_ones(tmp_path: Path) -> None:
     sizes = []
     with SqliteStore(tmp_path / "rows.db") as store:
@@ -176,6 +207,23 @@ def test_deleted_rounds_leave_their_space_to_later_ones(tmp_path: Path) -> None:
             store._database.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             sizes.append((tmp_path / "rows.db").stat().st_size)
     assert sizes[-1] <= 1.1 * sizes[1]
+
+
+def test_rounds_leave_the_file_once_a_checkpoint_has_them_and_keep_rounds_have_passed(tmp_path: Path) -> None:
+    """As a trainer does it: a durable checkpoint every second round, the last round before it is kept."""
+    path, left = tmp_path / "rows.db", []
+    for round in range(6):
+        with SqliteStore(path) as store:  # each round after a restart
+            store.put(key(round=round), [tokens(round + 1)])
+            if round % 2:
+                prune(store, durable_round=round, keep_rounds=1)
+            left.append([entry.key.round for entry in store.list()])
+    assert left == [[0], [1], [1, 2], [3], [3, 4], [5]]
+    with SqliteStore(path, read_only=True) as store:
+        (fields,) = store.get([row(key(round=5))], ["input_ids"])
+        assert same(fields, {"input_ids": torch.arange(7)})
+        with pytest.raises(StoreError, match=r"round 4.*deleted"):
+            store.get([row(key(round=4))], ["input_ids"])
 
 
 def test_a_delete_that_was_killed_half_way_hides_all_and_is_completed(path: Path) -> None:
@@ -202,3 +250,9 @@ def test_the_shell_can_ask_it(path: Path) -> None:
     assert ask("SELECT DISTINCT type FROM fields WHERE name = 'input_ids'") == [("torch.int64",)]
     assert "input_ids" in json.loads(ask("SELECT fields FROM rows LIMIT 1")[0][0])
     connection.close()
+
+
+def test_the_stores_of_one_machine_need_no_ray() -> None:
+    code = "import sys, raggedright.store.sqlite, raggedright.store.memory; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"ray", "transfer_queue", "tensordict"} & {name.partition(".")[0] for name in done.stdout.split()}

@@ -1,55 +1,27 @@
-# pyright: reportMissingImports=false
 """TransferQueue on a real Ray passes what every store passes, and what it is known to hide is an error here.
 
-One Ray serves the whole file. The last test kills its parts, one after the other, so it stays last.
+One Ray serves this file and test_transfer_queue_processes.py, which runs after it, since it kills parts of it.
 """
 
-import os
-import signal
-import subprocess
-import sys
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
-from itertools import count
-from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 import pytest
 import torch
 
-from raggedright.store import ray_start
-from raggedright.store.protocol import StoreError
+from raggedright.store import ray_link, ray_start
+from raggedright.store.protocol import NewRow, StoreError
+from raggedright.store.rows import rows_of
 from raggedright.store.transfer_queue import TransferQueueStore
+from raggedright.tensors.padding import padding_rows
+from raggedright.tensors.schema import infer_schema
 from store.conformance import *  # noqa: F403
 from store.values import bare, key, row, same, tokens
 
-missing = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
-if missing:  # neither is imported here: every worker collects this file
-    pytest.skip(f"not installed: {', '.join(missing)}; make test-ray installs and runs", allow_module_level=True)
 pytestmark = pytest.mark.xdist_group("ray")
-_runs = count()
-
-
-@pytest.fixture(scope="session")
-def started() -> Iterator[list[TransferQueueStore]]:
-    owners: list[TransferQueueStore] = []
-    yield owners
-    for owner in owners:
-        owner.close()
-
-
-@pytest.fixture
-def owner(started: list[TransferQueueStore]) -> TransferQueueStore:
-    if not started:
-        started.append(TransferQueueStore(run="owner"))
-    return started[0]
-
-
-@pytest.fixture
-def run(owner: TransferQueueStore) -> str:
-    return f"run {next(_runs)}"
 
 
 @pytest.fixture
@@ -93,11 +65,45 @@ def test_others_find_tensors_under_the_origins_keys_and_tags(store: TransferQueu
     assert first.startswith("a%5Fb_3_0@7.0.")
     assert second.startswith("a%5Fb_3_1@7.0.")
     assert [listed[name]["is_padding"] for name in (first, second)] == [False, True]
-    assert [listed[name]["rows"] for name in (first, second)] == [2, 2]
-    assert listed[second]["tags"] == {"turn": 4}
-    assert listed[second]["columns"]["text"] == "text"
+    counts = {"prompt_tokens": 1, "response_tokens": 1, "loss_tokens": 1}
+    assert json.loads(listed[second]["row"]) == {**counts, "rows": 2, "tags": {"turn": 4}}
+    assert json.loads(listed[second]["columns"])["text"] == "text"
     answer = transfer_queue.kv_batch_get([first, second], f"{run}/7", ["input_ids"])
     assert same([*answer["input_ids"].unbind()], [torch.arange(3), torch.arange(2)])
+
+
+def test_a_key_in_transfer_queue_is_of_one_round_and_attempt(store: TransferQueueStore, run: str) -> None:
+    """The origin's `{uid}_{session}_{trajectory}` comes again in every round, and in every attempt."""
+    import transfer_queue
+
+    for round, attempt in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        store.put(key("uid", 2, attempt, round=round), [bare(x=10 * round + attempt)])
+    listed = {name for round in (0, 1) for name in transfer_queue.kv_list(f"{run}/{round}")[f"{run}/{round}"]}
+    starts = {name.rpartition(".")[0] for name in listed}
+    assert starts == {"uid_2_0@0.0", "uid_2_0@0.1", "uid_2_0@1.0", "uid_2_0@1.1"}
+    keys = [row(key("uid", 2, attempt, round=round)) for round in (0, 1) for attempt in (0, 1)]
+    assert [fields["x"] for fields in store.get(keys, ["x"])] == [0, 1, 10, 11]
+
+
+def test_padding_rows_are_put_and_got_like_any_other(store: TransferQueueStore, run: str) -> None:
+    import transfer_queue
+
+    store.put(key("real"), [tokens(4), tokens(2)])
+    real = rows_of(store.list(round=0))
+    names = ["input_ids", "response_mask", "rollout_log_probs"]
+    schema = infer_schema(real, list(store.get([row(key("real"), i) for i in range(2)], names)))
+    made = padding_rows(schema, 3, token_id=0)
+    padding = [
+        NewRow(prompt_tokens=1, response_tokens=1, loss_tokens=0, fields=each.fields, is_padding=True) for each in made
+    ]
+    store.put(key("padding"), padding)
+    (_, real_entry) = store.list(round=0)
+    (entry,) = store.list(prompt="padding")
+    assert [each.is_padding for each in (*real_entry.rows, *entry.rows)] == [False] * 2 + [True] * 3
+    answer = store.get([each.key for each in entry.rows], names)
+    assert same(list(answer), [{name: each.fields[name] for name in names} for each in made])
+    listed = transfer_queue.kv_list(f"{run}/0")[f"{run}/0"]
+    assert {name.split("_")[0]: tag["is_padding"] for name, tag in listed.items()} == {"real": False, "padding": True}
 
 
 def test_a_field_may_have_several_ranks_and_none_beside_tensors(store: TransferQueueStore) -> None:
@@ -134,7 +140,7 @@ def test_rows_that_somebody_cleared_are_an_error(store: TransferQueueStore, run:
 @contextmanager
 def meanwhile(do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do this once, between a store's question to the sessions' actor and its call to TransferQueue."""
-    call, todo = ray_start.Link.queue, [do]
+    call, todo = ray_link.Link.queue, [do]
 
     def queue(*args):
         if todo:
@@ -146,7 +152,7 @@ def meanwhile(do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Iter
         return call(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ray_start.Link, "queue", queue)
+        patch.setattr(ray_link.Link, "queue", queue)
         yield
 
 
@@ -195,75 +201,3 @@ def test_a_failed_write_changes_nothing_and_can_be_tried_again(
     store.put(key("q"), [bare(y=torch.zeros(1, dtype=torch.int64))])
     store.update({row(key()): {"x": 3, "z": torch.ones(1, dtype=torch.int8)}})
     assert same(list(store.get([row(key())], ["x", "z"])), [{"x": 3, "z": torch.ones(1, dtype=torch.int8)}])
-
-
-KILLED = """
-import os, signal, sys
-import raggedright.store.ray_start as ray_start
-from raggedright.store.transfer_queue import TransferQueueStore
-from store.values import key, tokens
-
-address, run = sys.argv[1:]
-store = TransferQueueStore(address, run=run)
-store.put(key("whole"), [tokens(3), tokens(4)])
-ask = ray_start.Link.ask
-
-def killed(self, run, method, *args):
-    if method == "commit":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return ask(self, run, method, *args)
-
-ray_start.Link.ask = killed
-store.put(key("half"), [tokens(5), tokens(6)])
-"""
-
-
-def test_a_client_that_is_killed_in_a_put_leaves_nothing_to_see(store: TransferQueueStore, run: str) -> None:
-    """TransferQueue 0.1.11 lists its keys for ever."""
-    import transfer_queue
-
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", KILLED, store.address, run], env=env, capture_output=True, timeout=90)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert len(transfer_queue.kv_list(f"{run}/0")[f"{run}/0"]) == 4
-    assert [(e.key, len(e.rows)) for e in store.list()] == [(key("whole"), 2)]
-    (whole,) = store.get([row(key("whole"), 1)], ["input_ids"])
-    assert same(whole, {"input_ids": torch.arange(5)})
-    with pytest.raises(StoreError, match=r"session half/0, attempt 0.*next attempt"):
-        store.put(key("half"), [tokens(1)])
-    with pytest.raises(StoreError, match=r"half/0 \(not put\)"):
-        store.wait(0, [("half", 0)], timeout=0)
-    store.put(key("half", attempt=1), [tokens(1)])
-    store.delete(0)
-    assert list(store.list()) == []
-
-
-def test_what_is_dead_is_reported_in_seconds(store: TransferQueueStore, started: list[TransferQueueStore]) -> None:
-    """TransferQueue 0.1.11 waits ten minutes for a storage unit and for ever for its controller."""
-    import ray
-
-    actors, many = store._link.actors, range(64)  # on both units, whatever indexes they get
-    store.put(key(), [tokens(1) for _ in many])
-    store.put(key("run"), state="running")
-
-    ray.kill(actors[f"{ray_start.STORAGE_UNIT}0"])
-    lost = f"{ray_start.STORAGE_UNIT}0 is dead and its rows are lost"
-    says(lost, lambda: store.get([row(key(), i) for i in many], ["input_ids"]))
-    says(lost, lambda: store.put(key("q"), [tokens(1) for _ in many]))
-    says(lost, lambda: store.update({row(key(), i): {"x": torch.ones(1)} for i in many}))
-
-    ray.kill(actors[ray_start.CONTROLLER])
-    says(f"{ray_start.CONTROLLER}.* is dead and nothing can be put", lambda: store.put(key("run"), [tokens(1)]))
-    assert [(e.key, e.state) for e in store.list()] == [(key(), "finished"), (key("run"), "running")]
-
-    ray.kill(store._link.sessions)
-    for use in (store.list, lambda: store.put(key()), lambda: store.wait(0, [("p", 0)], timeout=60)):
-        says("RaggedRightSessions is dead", use)
-    started.pop().close()  # whichever test comes next starts anew
-
-
-def says(what: str, use: Callable[[], object]) -> None:
-    began = monotonic()
-    with pytest.raises(StoreError, match=what):
-        use()
-    assert monotonic() - began < 8

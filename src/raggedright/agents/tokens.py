@@ -89,7 +89,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The tokenizer inside, where it answers the same: for short texts transformers' wrapper takes ten times as long."""
+    """The tokenizer inside, where it says the same: transformers' own takes ten times as long for short texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     plain = isinstance(backend, Tokenizer) and backend.truncation is None and backend.padding is None
     return backend if plain else None

@@ -1,5 +1,6 @@
 """The whole config of a run, and the rules that several keys make together."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
@@ -158,26 +159,13 @@ class Config(BaseSettings):
         return train.micro_batch_tokens or DEFAULT_TOKENS
 
     def layout(self, round: int) -> Layout:
-        """The planner's settings in a round."""
-        train = self.train
+        """The planner's settings in a round; those of `train` have the same names there."""
+        shared = {field.name for field in fields(Layout)} & Train.model_fields.keys()
         return Layout(
+            **{name: getattr(self.train, name) for name in shared},
             dp_size=self.parallel.dp,
-            batch_size=train.batch_size,
-            mini_batch_size=train.mini_batch_size,
             rollout_n=self.rollout.n,
             critic_mini_batch_size=self.critic.mini_batch_size,
             actor_trains=self.actor_trains(round),
-            epochs=train.epochs,
-            align=train.align,
-            loss_agg=train.loss_agg,
-            loss_norm_tokens=train.loss_norm_tokens,
-            micro_batch_tokens=train.micro_batch_tokens,
-            micro_batch_rows=train.micro_batch_rows,
-            collate=train.collate,
-            micro_batch_multiple=train.micro_batch_multiple,
-            min_row_tokens=train.min_row_tokens,
-            over_long=train.over_long,
-            cost_linear=train.cost_linear,
-            cost_quadratic=train.cost_quadratic,
             seed=self.seed + round,
         )

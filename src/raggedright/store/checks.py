@@ -6,12 +6,18 @@ each other and with None, and never with a tensor or an array.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
-from raggedright.store.encoding import Encoded
 from raggedright.store.protocol import Key, NewRow, SessionEntry, SessionKey, State, StoreError
 
 LARGEST = 2**63 - 1
+
+
+class Encoded(NamedTuple):
+    """A field's value as bytes, and its type for comparing: `torch.float32`, `numpy.int64`, `str`, `None`."""
+
+    type: str
+    data: bytes
 
 
 def check_put(session: SessionKey, rows: Sequence[NewRow], state: State, cause: str, score: float | None) -> None:

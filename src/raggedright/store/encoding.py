@@ -19,34 +19,31 @@ something else, so it is refused. Tensors are detached and come back on the CPU.
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raggedright.store.checks import Encoded
 from raggedright.store.protocol import Fields, Key, StoreError
 from raggedright.store.reader import KEY_TYPES, MAX_DEPTH, MAX_DIMS, NUMPY, TORCH, Reader, altered
 
 VERSION = b"\x01"
 MAX_BYTES = 1_000_000_000 - 1_024  # SQLite's limit for one value, with room for the rest of its row
 
-_TORCH_NAMES = {dtype: name for name, dtype in TORCH.items()}
+_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes that end with their own CRC-32
+_TYPE_NAMES = {dtype: str(dtype) for dtype in TORCH.values()}
+_TORCH_HEADS = {dtype: b"x" + bytes([len(name)]) + name.encode() for name, dtype in TORCH.items()}
+_LIKE_NUMPY = frozenset(dtype for name, dtype in TORCH.items() if hasattr(np, name) and not dtype.is_complex)
 _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
-
-
-class Encoded(NamedTuple):
-    """A field's value as bytes, and its type for comparing: `torch.float32`, `numpy.int64`, `str`, `None`."""
-
-    type: str
-    data: bytes
 
 
 def type_name(value: object) -> str:
     """What a field's type is called; only tensors and arrays have a dot in it."""
     if isinstance(value, Tensor):
-        return str(value.dtype)
+        return _TYPE_NAMES.get(value.dtype) or str(value.dtype)
     if isinstance(value, np.ndarray):
         return f"numpy.{value.dtype}"
     return "None" if value is None else type(value).__name__
@@ -77,7 +74,7 @@ def encode(value: object) -> bytes:
     """One value as bytes; an error says what cannot be one, without a subject."""
     parts: list[bytes | memoryview] = [VERSION]
     _write(value, parts, 0)
-    size = sum(len(part) for part in parts)
+    size = sum(map(len, parts))
     if size > MAX_BYTES:
         raise StoreError(f"has {size:,} bytes and a value takes at most {MAX_BYTES:,}; split it into several fields")
     crc = 0
@@ -90,7 +87,7 @@ def decode(data: object) -> object:
     """The value that `encode` was given; an error says what is wrong with the bytes, without a subject."""
     if not isinstance(data, bytes):
         raise StoreError(f"is a {type(data).__name__} where bytes were stored; the file was altered")
-    if len(data) < 6 or zlib.crc32(memoryview(data)[:-4]) != int.from_bytes(data[-4:], "little"):
+    if len(data) < 6 or zlib.crc32(data) != _RESIDUE:
         raise StoreError(f"has {len(data):,} bytes that do not fit their checksum; the file was cut or altered")
     if data[:1] != VERSION:
         raise StoreError(f"is in format {data[0]} and this version reads {VERSION[0]}; read it with its own version")
@@ -153,14 +150,20 @@ def _refused(value: object) -> StoreError:
 def _write_tensor(value: Tensor, parts: list[bytes | memoryview]) -> None:
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested:
         raise _refused(value)
-    name = _TORCH_NAMES.get(value.dtype)
-    if name is None:
+    head = _TORCH_HEADS.get(value.dtype)
+    if head is None:
         raise StoreError(f"is a tensor of {value.dtype}, which a store does not keep; convert it")
-    flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    parts.append(head + _dims(tuple(value.shape)))
+    value = value.detach()
+    plain = value.dtype in _LIKE_NUMPY and value.is_cpu and value.is_contiguous() and not value.is_neg()
+    if plain and value.numel():  # most are, and need no copy
+        parts.append(memoryview(value.numpy()).cast("B"))  # type: ignore[arg-type]
+        return
+    flat = value.cpu().resolve_conj().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # as those of no or one value may be
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
     raw: Any = flat.view(torch.uint8).numpy()
-    parts += [b"x" + _header(name, tuple(value.shape)), memoryview(raw)]
+    parts.append(memoryview(raw))
 
 
 def _write_array(value: np.ndarray | np.generic, parts: list[bytes | memoryview]) -> None:
@@ -170,11 +173,12 @@ def _write_array(value: np.ndarray | np.generic, parts: list[bytes | memoryview]
             f"is or has in it a numpy {type(value).__name__} of {value.dtype}, which a store does not keep"
         )
     tag = b"a" if isinstance(value, np.ndarray) else b"z"
-    parts += [tag + _header(name, value.shape), value.tobytes()]
+    parts += [tag + bytes([len(name)]) + name.encode() + _dims(value.shape), value.tobytes()]
 
 
-def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+def _dims(shape: tuple[int, ...]) -> bytes:
+    if len(shape) == 1:
+        return b"\x01" + _U64.pack(shape[0])
     if len(shape) > MAX_DIMS:
         raise StoreError(f"has {len(shape)} dims and a value takes at most {MAX_DIMS}; reshape it")
-    name = dtype.encode()
-    return bytes([len(name)]) + name + bytes([len(shape)]) + struct.pack(f"<{len(shape)}Q", *shape)
+    return bytes([len(shape)]) + struct.pack(f"<{len(shape)}Q", *shape)

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Self
 
 from raggedright.store.checks import (
+    Encoded,
     check_can_become,
     check_put,
     check_replaced,
@@ -20,7 +21,7 @@ from raggedright.store.checks import (
     round_deleted,
     row_missing,
 )
-from raggedright.store.encoding import Encoded, decode_field, encode_fields
+from raggedright.store.encoding import decode_field, encode_fields
 from raggedright.store.protocol import Fields, Key, NewRow, RowEntry, SessionEntry, SessionKey, State, StoreError
 
 __all__ = ["MemoryStore"]
@@ -175,7 +176,7 @@ class MemoryStore:
         found = self._sessions[key.of_session]
         found.fields[key.trajectory] = {**found.fields[key.trajectory], **fields}
         rows = [*found.entry.rows]
-        rows[key.trajectory] = replace(rows[key.trajectory], field_names=frozenset(found.fields[key.trajectory]))
+        rows[key.trajectory] = rows[key.trajectory]._replace(field_names=frozenset(found.fields[key.trajectory]))
         found.entry = replace(found.entry, rows=tuple(rows))
 
 

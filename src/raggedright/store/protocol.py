@@ -65,9 +65,8 @@ class NewRow:
     tags: Mapping[str, Tag] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowEntry:
-    """What a listing says of a row: everything but its fields' values."""
+class RowEntry(NamedTuple):
+    """What a listing says of a row: everything but its fields' values. A tuple, since a listing makes very many."""
 
     key: Key
     prompt_tokens: int

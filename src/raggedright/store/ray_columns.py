@@ -1,16 +1,16 @@
-# pyright: reportMissingImports=false
 """Values as TransferQueue's columns, and back: what it would alter goes another way.
 
 A column has one dtype and rank, for TransferQueue casts or loses what differs. Tensors of the usual dtypes go as they
-are, everything else (media, text, numbers, None, rare dtypes) as the bytes of `encoding.py` in a uint8 tensor.
+are, everything else (media, text, numbers, None, rare dtypes) as the bytes of `encoding.py`: small ones as bytes, since
+every tensor costs a frame of its own on the wire, large ones in a uint8 tensor, which is not copied on the way.
 
 The surprise: tensors go in as a list, not nested. TransferQueue takes that in less than half the time, and what it
 returns is packed anew anyway, by the rows that happen to be asked for: nested, dense or a list. So answers are taken
-apart into rows, and checked.
+apart into rows, and checked. A tag is copied with every get, so it has few entries, and text for the rest.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from raggedright.store.encoding import decode_field, encode_fields, type_name
 from raggedright.store.protocol import Fields, Key, NewRow, StoreError
-from raggedright.store.ray_sessions import Column, Layout
+from raggedright.store.ray_round import About, Column, Layout
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-ENCODED = "encoded"
+ENCODED, BYTES = "encoded", "bytes"
+LARGE = 2**16  # bytes of an encoded value that goes as a tensor
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 NATIVE = {dtype: str(dtype).removeprefix("torch.") for dtype in _FLOATS + _WHOLE}
@@ -34,7 +35,7 @@ class Cell(NamedTuple):
     """A field's value as it travels."""
 
     column: Column
-    tensor: Tensor
+    value: Tensor | bytes
 
 
 def row_name(key: Key, write: int) -> str:
@@ -49,7 +50,10 @@ def to_cells(key: Key, fields: Fields) -> dict[str, Cell]:
     encode_fields(key, dict.fromkeys(native))  # their names
     cells = {name: _native(value) for name, value in native.items()}
     for name, (type_, data) in encode_fields(key, {n: v for n, v in fields.items() if n not in native}).items():
-        cells[name] = Cell(Column(type_, ENCODED), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if len(data) < LARGE:
+            cells[name] = Cell(Column(type_, BYTES), data)
+        else:
+            cells[name] = Cell(Column(type_, ENCODED), torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return {name: cells[name] for name in fields}
 
 
@@ -63,7 +67,7 @@ def pack(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
     """Rows that are alike as TransferQueue takes them, by field."""
     from tensordict import NonTensorStack
 
-    columns = {name: [row[name].tensor for row in rows] for name in rows[0]}
+    columns = {name: [row[name].value for row in rows] for name in rows[0]}
     return {name: NonTensorStack(*column) for name, column in columns.items()}
 
 
@@ -76,7 +80,7 @@ def in_columns(packed: Mapping[str, object], layout: Layout, num_rows: int) -> "
 
 def unpack(
     what: str, keys: Sequence[Key], fields: Sequence[str], columns: Sequence[Column], answer: "TensorDict"
-) -> dict[Key, dict[str, object]]:
+) -> list[dict[str, object]]:
     """The rows of an answer that has all that was asked for, or a StoreError; never a shorter one."""
     names = {column.name for column in columns}
     if answer.batch_size[0] != len(keys) or set(answer.keys()) != names:
@@ -85,44 +89,66 @@ def unpack(
             f"{answer.batch_size[0]:,} with {', '.join(sorted(map(str, answer.keys()))) or 'none'} came; somebody else "
             "changed them, start a new store"
         )
-    rows: dict[Key, dict[str, object]] = {key: {} for key in keys}
-    for name, column in zip(fields, columns, strict=True):
-        kind = "uint8.1" if column.kind == ENCODED else column.kind
-        for key, tensor in zip(keys, _taken_apart(answer[column.name], kind), strict=True):
-            if tensor is None:
-                raise StoreError(f"{key}: field {name} was put as {kind} and came back as another; start a new store")
-            if column.kind == ENCODED:
-                rows[key][name] = decode_field(key, name, tensor.numpy().tobytes())
-            else:
-                rows[key][name] = tensor
-    return rows
+    by_field = [_values(keys, name, column, answer) for name, column in zip(fields, columns, strict=True)]
+    return [dict(zip(fields, values, strict=True)) for values in zip(*by_field, strict=True)]
 
 
-def tag(row: NewRow, num_rows: int, layout: Layout) -> dict[str, object]:
+def about(rows: Sequence[NewRow]) -> tuple[About, list[str]]:
+    """What a listing says of rows, and their tags, each as JSON."""
+    tags = [_json({**row.tags}) for row in rows]
+    said = About(
+        [row.prompt_tokens for row in rows],
+        [row.response_tokens for row in rows],
+        [row.loss_tokens for row in rows],
+        [row.is_padding for row in rows],
+        ",".join(tags),
+    )
+    return said, tags
+
+
+def tag(row: NewRow, tags: str, num_rows: int, columns: str) -> dict[str, object]:
     """What TransferQueue is told of a row: the origin's `is_padding`, and what others need to read it."""
-    return {
-        "is_padding": row.is_padding,
-        "prompt_tokens": row.prompt_tokens,
-        "response_tokens": row.response_tokens,
-        "loss_tokens": row.loss_tokens,
-        "rows": num_rows,
-        "tags": {**row.tags},
-        **columns_tag(layout),
-    }
+    counts = f'"prompt_tokens":{row.prompt_tokens},"response_tokens":{row.response_tokens}'
+    said = f'{{{counts},"loss_tokens":{row.loss_tokens},"rows":{num_rows},"tags":{tags}}}'
+    return {"is_padding": row.is_padding, "row": said, "columns": columns}
 
 
-def columns_tag(layout: Layout) -> dict[str, object]:
-    """Of a row's tag, where its fields are."""
-    return {"columns": {name: column.name for name, column in layout.items()}}
+def columns_json(layouts: Sequence[Layout]) -> list[str]:
+    """Where fields are, for a row's tag; the same text object for rows that are alike."""
+    known = {id(layout): layout for layout in layouts}
+    texts = {each: _json({name: column.name for name, column in layout.items()}) for each, layout in known.items()}
+    return [texts[id(layout)] for layout in layouts]
 
 
-def _taken_apart(packed: object, kind: str) -> list[Tensor | None]:
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _values(keys: Sequence[Key], name: str, column: Column, answer: "TensorDict") -> Sequence[object]:
+    """A field's values, one a row."""
+    packed = answer.get(column.name)
+    if column.kind == BYTES:
+        raw = packed.tolist() if hasattr(packed, "tolist") and not isinstance(packed, Tensor) else None
+        if raw is None or len(raw) != len(keys):
+            raise StoreError(f"{keys[0]}: field {name} came back as {type(packed).__name__}; start a new store")
+        return [decode_field(key, name, each) for key, each in zip(keys, raw, strict=True)]
+    kind = "uint8.1" if column.kind == ENCODED else column.kind
+    tensors = _taken_apart(packed, kind)
+    for key, tensor in zip(keys, tensors, strict=True):
+        if tensor is None:
+            raise StoreError(f"{key}: field {name} was put as {kind} and came back as another; start a new store")
+    if column.kind == ENCODED:
+        return [decode_field(key, name, t.numpy().tobytes()) for key, t in zip(keys, tensors, strict=True)]  # type: ignore[union-attr]
+    return tensors
+
+
+def _taken_apart(packed: object, kind: str) -> Sequence[Tensor | None]:
     """The rows of a column, None for one that is not of this kind."""
     if isinstance(packed, Tensor) and packed.is_nested and kind.endswith(".1") and packed.layout is torch.jagged:
-        ends = packed.offsets().tolist()  # type: ignore[attr-defined] # a third of the time of unbind
-        values = packed.values()
-        alike = f"{NATIVE.get(values.dtype)}.{values.dim()}" == kind
-        return [values[i:j] if alike else None for i, j in pairwise(ends)]
+        values, lengths = packed.values(), packed.offsets().diff().tolist()  # type: ignore[attr-defined]
+        if f"{NATIVE.get(values.dtype)}.{values.dim()}" != kind:
+            return [None] * len(lengths)
+        return values.split(lengths)  # one call for all rows
     tensors = packed.unbind() if isinstance(packed, Tensor) else packed
     return [
         t.contiguous() if isinstance(t, Tensor) and f"{NATIVE.get(t.dtype)}.{t.dim()}" == kind else None

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false
 """Which sessions a run has: the one place that decides what is visible in a store on TransferQueue.
 
 It lives in a Ray actor, `RaggedRightSessions`, one for all runs. TransferQueue carries the tensors; a session exists
@@ -11,76 +10,24 @@ would land in somebody else's row; a deleted round is out of sight at once, and 
 way. A writer that was killed holds a round back until its lease is over.
 
 It keeps all in memory and is not restarted: when it dies, nothing says any more which rows are whole, every call is a
-StoreError, and the run starts a new store from its last checkpoint.
+StoreError, and the run starts a new store from its last checkpoint. It imports no torch, so it starts fast.
 """
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import NamedTuple
 
 from raggedright.store.checks import (
     check_can_become,
     check_replaced,
-    check_types,
     field_missing,
     not_final,
     round_deleted,
     row_missing,
 )
-from raggedright.store.encoding import Encoded
-from raggedright.store.protocol import Key, SessionKey, State, StoreError, Tag
-
-
-class Column(NamedTuple):
-    """Where a field's value is: the type it has for its user, how it is stored (`float32.1`, `encoded`), the column."""
-
-    type: str
-    kind: str
-    name: str = ""
-
-
-Layout = dict[str, Column]  # of a row's fields; shared by all rows that are alike
-About = tuple[int, int, int, bool, Mapping[str, Tag]]  # prompt, response and loss tokens, is_padding, tags
-Listed = tuple[SessionKey, State, str, float | None, list[tuple[About, int]]]  # a row has its layout's number
-Listing = tuple[list[Listed], list[list[str]]]  # and the layouts' field names
-
-
-_Merged = dict[tuple[int, int, int], Layout]
-
-
-@dataclass(slots=True)
-class Row:
-    """A row's counts and tags, where its fields are, the write that made it, and the columns it ever wrote to."""
-
-    about: About
-    layout: Layout
-    write: int
-    written: frozenset[str]
-
-
-@dataclass(slots=True)
-class Session:
-    """What a listing says of a session, with its rows."""
-
-    key: SessionKey
-    state: State
-    cause: str
-    score: float | None
-    rows: list[Row]
-
-
-@dataclass(slots=True)
-class Round:
-    """A round's sessions, the types of its fields, and its columns with the field and kind that each is for."""
-
-    sessions: dict[SessionKey, Session] = field(default_factory=dict)
-    last: dict[tuple[str, int], Session] = field(default_factory=dict)
-    types: dict[str, str] = field(default_factory=dict)
-    columns: dict[str, tuple[str, str]] = field(default_factory=dict)
-    layouts: dict[tuple, Layout] = field(default_factory=dict)  # one object for all rows that are alike
-    in_queue: bool = False  # whether TransferQueue has anything of it
+from raggedright.store.protocol import Key, SessionKey, State, StoreError
+from raggedright.store.ray_round import About, Column, Layout, Listing, Round, Row, Session, listing
 
 
 @dataclass(slots=True)
@@ -106,7 +53,7 @@ class Run:
         self.changed = asyncio.Event()
 
     def put(
-        self, key: SessionKey, state: State, cause: str, score: float | None, rows: Sequence[tuple[About, Layout]],
+        self, key: SessionKey, state: State, cause: str, score: float | None, about: About, layouts: Sequence[Layout],
         lease: float,
     ) -> tuple[int, list[Layout]]:  # fmt: skip
         """Begin a put; one without rows is done with this. The write's number, and the rows' columns."""
@@ -116,23 +63,19 @@ class Run:
         check_can_become(key, before.state if before else None, state)
         if any(w.session and w.session.key == key and not w.given_up for w in self._alive()):
             raise StoreError(f"{key}: another writer is putting it; put a run of its own under the next attempt")
-        types = self._agree(key.round, ((Key(*key, i), layout) for i, (_, layout) in enumerate(rows)))
+        types = self._agree(key.round, ((Key(*key, i), layout) for i, layout in enumerate(layouts)))
         self.count += 1
-        shared: dict[int, Layout] = {}
-        for _, layout in rows:
-            if id(layout) not in shared:
-                shared[id(layout)] = self._place(round, layout, frozenset())
-        layouts = [shared[id(layout)] for _, layout in rows]
-        made = [
-            Row(about, layout, self.count, frozenset(column.name for column in layout.values()))
-            for (about, _), layout in zip(rows, layouts, strict=True)
-        ]
-        write = Write(monotonic() + lease, {key.round: types}, Session(key, state, cause, score, made))
+        alike = {id(layout): layout for layout in layouts}
+        shared = {each: round.place(layout, frozenset(), self.count) for each, layout in alike.items()}
+        placed = [shared[id(layout)] for layout in layouts]
+        written = {id(each): frozenset(column.name for column in each.values()) for each in shared.values()}
+        rows = [Row(each, self.count, written[id(each)]) for each in placed]
+        write = Write(monotonic() + lease, {key.round: types}, Session(key, state, cause, score, about, rows))
         self.writes[self.count] = write
         round.in_queue |= bool(rows)
         if not rows:
             self.commit(self.count)
-        return self.count, layouts
+        return self.count, placed
 
     def update(self, values: Mapping[Key, Layout], lease: float) -> tuple[int, list[tuple[int, Layout, Layout]]]:
         """Begin an update. Its number; of each row the write that made it, the new columns, and all its columns."""
@@ -145,16 +88,16 @@ class Run:
         self.count += 1
         write = Write(monotonic() + lease, types)
         placed: dict[tuple[int, int, frozenset[str]], tuple[Layout, frozenset[str]]] = {}
-        merged: _Merged = {}
+        merged: dict[int, dict[tuple[int, int], Layout]] = {n: {} for n in rounds}
         answer = []
         for (key, layout), row in zip(values.items(), rows, strict=True):
-            alike = key.round, id(layout), row.written
+            alike, round = (key.round, id(layout), row.written), self.rounds[key.round]
             if alike not in placed:
-                new = self._place(self.rounds[key.round], layout, row.written)
+                new = round.place(layout, row.written, self.count)
                 placed[alike] = new, row.written | {column.name for column in new.values()}
             new, row.written = placed[alike]
             write.updates[key] = new
-            answer.append((row.write, new, self._merge(merged, key.round, row.layout, new)))
+            answer.append((row.write, new, round.merge(merged[key.round], row.layout, new)))
         self.writes[self.count] = write
         return self.count, answer
 
@@ -168,11 +111,11 @@ class Run:
         for number_, types in write.types.items():
             self.rounds[number_].types.update(types)
         if write.session:
-            self._show(write.session)
-        merged: _Merged = {}
+            self.rounds[write.session.key.round].show(write.session)
+        merged: dict[int, dict[tuple[int, int], Layout]] = {n: {} for n in write.types}
         for key, new in write.updates.items():
             row = self._row(key)
-            row.layout = self._merge(merged, key.round, row.layout, new)
+            row.layout = self.rounds[key.round].merge(merged[key.round], row.layout, new)
         del self.writes[number]
         self.changed.set()
         self.changed = asyncio.Event()
@@ -187,21 +130,24 @@ class Run:
         return self._to_clear()
 
     def locate(
-        self, keys: Sequence[Key], fields: Sequence[str]
-    ) -> tuple[list[tuple[int, int]], list[tuple[Column, ...]]]:
-        """Of each row the write that made it and the number of its columns' list; these lists."""
-        found, numbers, by_layout = [], {}, {}
+        self, keys: Sequence[tuple], fields: Sequence[str]
+    ) -> tuple[list[int], list[int], list[tuple[Column, ...]]]:
+        """The writes that made these rows; the numbers of their columns' lists; these lists."""
+        writes, numbers = [], []
+        lists: dict[tuple[Column, ...], int] = {}
+        by_layout: dict[int, int] = {}
         for key in keys:
             row = self._row(key)
             number = by_layout.get(id(row.layout))
             if number is None:
                 for name in fields:
                     if name not in row.layout:
-                        raise field_missing(key, name)
-                columns = tuple(row.layout[name] for name in fields)
-                number = by_layout[id(row.layout)] = numbers.setdefault(columns, len(numbers))
-            found.append((row.write, number))
-        return found, [*numbers]
+                        raise field_missing(Key(*key), name)
+                columns = tuple([row.layout[name] for name in fields])
+                number = by_layout[id(row.layout)] = lists.setdefault(columns, len(lists))
+            writes.append(row.write)
+            numbers.append(number)
+        return writes, numbers, [*lists]
 
     def check_rounds(self, rounds: Iterable[int]) -> None:
         """Refuse rounds that were deleted meanwhile: what was read of them may be another's."""
@@ -211,7 +157,7 @@ class Run:
     def listing(self, round: int | None, prompt: str | None, session: int | None, state: State | None) -> Listing:
         """Sessions that match, in the order of their keys, and the field names of the layouts."""
         rounds = self.rounds.values() if round is None else [self.rounds.get(round, Round())]
-        return _listing(
+        return listing(
             found
             for each in rounds
             for key, found in each.sessions.items()
@@ -237,13 +183,14 @@ class Run:
         while True:
             if wanted:
                 self._check_round(f"round {round}", round)
-            last = self.rounds.get(round, Round()).last
-            left = _not_final(last, left) or _not_final(last, wanted)
+            here = self.rounds.get(round, Round())
+            left = here.not_final(left) or here.not_final(wanted)
             if not left:
-                return _listing(last[pair] for pair in wanted)
+                return listing(here.last[pair] for pair in wanted)
             seconds = until - monotonic()
             if seconds <= 0:
-                raise not_final(round, wanted, {pair: last[pair].state for pair in wanted if pair in last}, timeout)
+                states = {pair: here.last[pair].state for pair in wanted if pair in here.last}
+                raise not_final(round, wanted, states, timeout)
             try:
                 await asyncio.wait_for(self.changed.wait(), seconds)
             except TimeoutError:
@@ -263,79 +210,38 @@ class Run:
         if round <= self.watermark:
             raise round_deleted(str(what), self.watermark)
 
-    def _row(self, key: Key) -> Row:
-        round = self.rounds.get(key.round)
-        found = round.sessions.get(key.of_session) if round else None
-        if found is None or not 0 <= key.trajectory < len(found.rows):
-            raise row_missing(key, found.state if found else None, self.watermark)
-        return found.rows[key.trajectory]
+    def _row(self, key: tuple) -> Row:
+        round = self.rounds.get(key[0])
+        found = round.sessions.get(key[:4]) if round else None  # type: ignore[call-overload] # equal to a SessionKey
+        if found is None or not 0 <= key[4] < len(found.rows):
+            raise row_missing(Key(*key), found.state if found else None, self.watermark)
+        return found.rows[key[4]]
 
     def _agree(self, round: int, rows: Iterable[tuple[Key, Layout]]) -> dict[str, str]:
-        types = dict(self.rounds[round].types)
+        """The types of these rows' fields, which agree with the round's and with those of writes under way."""
+        types: dict[str, str] = {}
         for write in self._alive():
             if not write.given_up:
                 types.update(write.types.get(round, {}))
-        names: set[str] = set()
-        for key, layout in rows:
-            check_types(types, key, {name: Encoded(column.type, b"") for name, column in layout.items()})
-            names |= layout.keys()
-        return {name: types[name] for name in names & types.keys()}
-
-    def _place(self, round: Round, layout: Layout, taken: frozenset[str]) -> Layout:
-        """A field's column has its name if the kind is the first of the round and the row never wrote there."""
-        placed = {}
-        for name, (type_, kind, _) in layout.items():
-            column = name
-            if round.columns.setdefault(column, (name, kind)) != (name, kind):
-                column = f"{name}@{kind}"
-            if column in taken:
-                column = f"{column}@{self.count}"
-            while round.columns.setdefault(column, (name, kind)) != (name, kind):
-                column += "@"
-            placed[name] = Column(type_, kind, column)
-        return round.layouts.setdefault(tuple(placed.items()), placed)
-
-    def _merge(self, merged: _Merged, round: int, old: Layout, new: Layout) -> Layout:
-        """Both in one, the same object for the same two; the round keeps all layouts, so no id comes again."""
-        both = merged.get((round, id(old), id(new)))
-        if both is None:
-            whole = {**old, **new}
-            both = merged[round, id(old), id(new)] = self.rounds[round].layouts.setdefault(tuple(whole.items()), whole)
-        return both
-
-    def _show(self, session: Session) -> None:
-        round, pair = self.rounds[session.key.round], (session.key.prompt, session.key.session)
-        round.sessions[session.key] = session
-        if pair not in round.last or round.last[pair].key.attempt <= session.key.attempt:
-            round.last[pair] = session
+        return self.rounds[round].agree(types, rows)
 
 
 class Sessions:
-    """The actor: a Run by name."""
+    """The actor: a Run by name. Whoever made it starts TransferQueue; those who found it wait until that is done."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        self.started = asyncio.Event()
 
     async def call(self, run: str, method: str, *args: object, **named: object) -> object:
         """Call a run's method; `wait` waits without holding up the others."""
         answer = getattr(self.runs.setdefault(run, Run()), method)(*args, **named)
         return await answer if asyncio.iscoroutine(answer) else answer
 
+    async def set_started(self) -> None:
+        """Say that TransferQueue is there."""
+        self.started.set()
 
-def _not_final(last: Mapping[tuple[str, int], Session], pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [pair for pair in pairs if pair not in last or last[pair].state == "running"]
-
-
-def _listing(sessions: Iterable[Session]) -> Listing:
-    numbers: dict[int, int] = {}
-    names: list[list[str]] = []
-    listed = []
-    for session in sorted(sessions, key=lambda session: session.key):
-        rows = []
-        for row in session.rows:
-            number = numbers.setdefault(id(row.layout), len(names))
-            if number == len(names):
-                names.append([*row.layout])
-            rows.append((row.about, number))
-        listed.append((session.key, session.state, session.cause, session.score, rows))
-    return listed, names
+    async def wait_started(self) -> None:
+        """Return once TransferQueue is there."""
+        await self.started.wait()

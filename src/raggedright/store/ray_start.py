@@ -1,158 +1,61 @@
-# pyright: reportMissingImports=false
-"""Ray and TransferQueue, started or found, and their calls, bounded in time.
+"""Ray and TransferQueue, started or found: who starts them, who owns them, and where they listen.
 
-Whoever finds no TransferQueue on the Ray cluster starts one and owns it; the others attach. Only the owner ends it:
-TransferQueue's own `close` kills the controller for everybody. It lasts as long as the owner's process.
+Whoever makes the sessions' actor, of which a Ray cluster has one, starts TransferQueue and owns it; the others wait
+until it is there and attach. So of many that start at once one does it. Only the owner ends it: TransferQueue's own
+`close` kills the controller for everybody. It lasts as long as the owner's process; a store that is opened after that
+makes a new link, and a new TransferQueue where nobody else has.
 
 Ray that is started here listens on 127.0.0.1 alone, and counts enough CPUs for TransferQueue's actors, which would
-otherwise be waited for without an end. A call that takes longer than a second makes us ask the actors whether they
-live: a dead one is reported in seconds, a silent one when the call's time is over.
+otherwise be waited for without an end.
 
-The surprise: this process has one link to one TransferQueue, whatever number of stores use it; TransferQueue keeps its
-client in module globals.
+The surprise: a TransferQueue that somebody else started, a trainer that has one of its own, is attached to and is
+never ended from here.
 """
 
-import asyncio
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from threading import Lock, Thread
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from raggedright.store.protocol import StoreError
+from raggedright.store.ray_link import CONTROLLER, SESSIONS, Link, somebody_listens
 from raggedright.store.ray_sessions import Sessions
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-NAMESPACE, SESSIONS = "raggedright", "RaggedRightSessions"
-CONTROLLER, STORAGE_UNIT = "TransferQueueController", "TransferQueueStorageUnit#"
-SLOW = 1.0  # seconds after which we ask whether the actors live
+NAMESPACE = "raggedright"
 OBJECT_STORE_BYTES = 256 * 2**20  # of a Ray that is started for the store alone; tensors do not go through it
-
-
-class Link:
-    """This process's way to TransferQueue and to the sessions' actor."""
-
-    def __init__(self, sessions: "ActorHandle", owner: bool, started_ray: bool) -> None:
-        import ray
-
-        self.sessions, self.owner, self.started_ray = sessions, owner, started_ray
-        self.address: str = ray.get_runtime_context().gcs_address
-        named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-        self.actors = {
-            found["name"]: ray.get_actor(found["name"], namespace=found["namespace"])
-            for found in named
-            if found["name"] == CONTROLLER or found["name"].startswith(STORAGE_UNIT)
-        }
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True)
-        self._thread.start()
-
-    def queue(self, what: str, call: Coroutine[Any, Any, Any], timeout: float) -> Any:
-        """The answer of one of TransferQueue's coroutines, or a StoreError in a bounded time."""
-        future, until = asyncio.run_coroutine_threadsafe(call, self._loop), monotonic() + timeout
-        while True:
-            try:
-                return future.result(max(0.0, min(SLOW, until - monotonic())))
-            except TimeoutError:
-                if future.done():
-                    raise StoreError(f"{what}: TransferQueue timed out; look at its actors' logs") from None
-                try:
-                    self._check_alive(what)
-                    if monotonic() >= until:
-                        raise StoreError(
-                            f"{what}: no answer from TransferQueue in {timeout:g} s though its actors live; it is "
-                            "overloaded or cut off: raise timeout"
-                        )
-                except StoreError:
-                    future.cancel()
-                    raise
-            except StoreError:
-                raise
-            except Exception as error:
-                self._check_alive(what)
-                raise StoreError(f"{what}: TransferQueue failed: {type(error).__name__}: {error}") from error
-
-    def ask(self, run: str, method: str, *args: object) -> Any:
-        """Put a question to the sessions' actor; `hear` has its answer."""
-        return self.sessions.call.remote(run, method, *args)
-
-    def hear(self, asked: Any, timeout: float) -> Any:
-        """The sessions' actor's answer, its own StoreError, or one that says it is dead or silent."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-
-        try:
-            return ray.get(asked, timeout=min(timeout, 1e8))
-        except RayTaskError as error:
-            if isinstance(error.cause, StoreError):
-                raise StoreError(str(error.cause)) from None
-            raise
-        except GetTimeoutError:
-            raise StoreError(f"the actor {SESSIONS} did not answer in {timeout:g} s; raise timeout") from None
-        except RayError as error:
-            raise StoreError(
-                f"the actor {SESSIONS} is dead, and with it what is whole in the store; start a new store and go on "
-                f"from the last checkpoint ({type(error).__name__})"
-            ) from None
-
-    def stop(self) -> None:
-        """End TransferQueue for everybody, and Ray if it was started here."""
-        global _link
-        import ray
-        import transfer_queue
-        from ray.exceptions import RayError
-
-        with _lock:
-            _link = None
-        if ray.is_initialized():
-            transfer_queue.close()
-            with suppress(RayError):
-                ray.kill(self.sessions)
-            if self.started_ray:
-                ray.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _check_alive(self, what: str) -> None:
-        import ray
-        from ray.exceptions import RayActorError
-
-        asked: dict[Any, str] = {handle.__ray_ready__.remote(): name for name, handle in self.actors.items()}
-        answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=2 * SLOW)
-        dead = []
-        for ref in answered:
-            try:
-                ray.get(ref)
-            except RayActorError:
-                dead.append(asked[ref])
-        if dead:
-            lost = "nothing can be put or got" if CONTROLLER in dead else "its rows are lost"
-            raise StoreError(
-                f"{what}: TransferQueue's actor {' and '.join(sorted(dead))} is dead and {lost}; start a new store and "
-                "go on from the last checkpoint"
-            )
-
 
 _link: Link | None = None
 _lock = Lock()
 
 
 def connect(address: str | None, storage_units: int, timeout: float) -> tuple[Link, bool]:
-    """This process's link, made if there is none, and whether this call started TransferQueue."""
+    """This process's link, made if there is none that lives, and whether this call started TransferQueue."""
     global _link
     with _lock:
+        if _link is not None and not _link.is_alive():
+            _link.drop()
+            _link = None
         if _link is not None:
             if address not in (None, "auto", _link.address):
                 raise StoreError(f"this process is linked to Ray at {_link.address} and cannot be to {address} as well")
             return _link, False
         _link = _connect(address, storage_units, timeout)
         return _link, _link.owner
+
+
+def disconnect(link: Link) -> None:
+    """End what this process owns."""
+    global _link
+    with _lock:
+        if _link is link:
+            _link = None
+    link.stop()
 
 
 def _connect(address: str | None, storage_units: int, timeout: float) -> Link:
@@ -163,18 +66,52 @@ def _connect(address: str | None, storage_units: int, timeout: float) -> Link:
     if not ray.is_initialized():
         _start_ray(ray, address, storage_units)
     try:
-        controller, sessions = _actor(CONTROLLER, "transfer_queue"), _actor(SESSIONS, NAMESPACE)
-        if controller is None and sessions is not None:
-            raise StoreError("TransferQueue's controller is dead; close the store that started it, and start a new one")
-        if controller is None:
-            _check_cpus(ray, storage_units)
-        _in_time(lambda: _start_queue(storage_units), timeout)
-        remote = ray.remote(num_cpus=0)(Sessions).options(name=SESSIONS, namespace=NAMESPACE, get_if_exists=True)
-        return Link(sessions or remote.remote(), owner=controller is None, started_ray=started_ray)
+        return _attach(ray, storage_units, timeout, started_ray)
     except BaseException:
         if started_ray:
             ray.shutdown()
         raise
+
+
+def _attach(ray: Any, storage_units: int, timeout: float, started_ray: bool) -> Link:
+    """Make the sessions' actor and then TransferQueue, or wait for whoever made the actor first."""
+    try:
+        named = ray.remote(num_cpus=0)(Sessions).options(name=SESSIONS, namespace=NAMESPACE)
+        sessions, made = named.remote(), True
+    except ValueError:  # the name is taken
+        sessions, made = _wait_started(ray, timeout), False
+    owner = made and _actor(CONTROLLER, "transfer_queue") is None
+    try:
+        if owner:
+            _check_cpus(ray, storage_units)
+        _in_time(lambda: _start_queue(storage_units), timeout)
+        link = Link(sessions, owner=owner, started_ray=started_ray)
+        if made:
+            ray.get(sessions.set_started.remote(), timeout=timeout)
+        return link
+    except BaseException:
+        if made:
+            ray.kill(sessions)
+        raise
+
+
+def _wait_started(ray: Any, timeout: float) -> Any:
+    """The sessions' actor that another process made, once TransferQueue is there."""
+    from ray.exceptions import GetTimeoutError, RayError
+
+    try:
+        sessions = ray.get_actor(SESSIONS, namespace=NAMESPACE)
+        ray.get(sessions.wait_started.remote(), timeout=timeout)
+    except GetTimeoutError:
+        raise StoreError(
+            f"another process makes the store's TransferQueue and has not ended in {timeout:g} s; see what it waits "
+            "for, or raise start_timeout"
+        ) from None
+    except (RayError, ValueError):
+        raise StoreError("the process that made the store's TransferQueue has ended; open the store again") from None
+    if _actor(CONTROLLER, "transfer_queue") is None:
+        raise StoreError("TransferQueue's controller is dead; close the store that started it, and start a new one")
+    return sessions
 
 
 def _import_ray(*, on_loopback: bool) -> Any:
@@ -195,10 +132,15 @@ def _import_ray(*, on_loopback: bool) -> Any:
 
 def _start_ray(ray: Any, address: str | None, storage_units: int) -> None:
     if address is not None:
+        if re.fullmatch(r"[^/]+:\d+", address) and not somebody_listens(address):
+            raise StoreError(f"nobody listens at {address}; give the address of a Ray that runs, or none to start one")
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise StoreError(f"Ray at {address} cannot be reached: {error}") from None
+            raise StoreError(
+                f"Ray at {address} cannot be reached: {error}; see whether it runs, and if it was started with token "
+                "authentication (Ray's default) set RAY_AUTH_MODE=token for this process"
+            ) from None
         return
     ray.init(
         address="local",

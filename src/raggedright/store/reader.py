@@ -36,19 +36,20 @@ class Reader:
     """Reads items off bytes that may be anybody's."""
 
     def __init__(self, data: memoryview) -> None:
-        self.data, self.at = data, 0
+        self.data, self.at, self.size = data, 0, len(data)
 
     @property
     def left(self) -> int:
         """Bytes that are not read yet."""
-        return len(self.data) - self.at
+        return self.size - self.at
 
     def take(self, size: int) -> memoryview:
         """The next bytes."""
-        if size > self.left:
+        at, end = self.at, self.at + size
+        if end > self.size:
             raise altered(f"{size:,} bytes are announced and {self.left:,} are there")
-        self.at += size
-        return self.data[self.at - size : self.at]
+        self.at = end
+        return self.data[at:end]
 
     def number(self) -> int:
         """The next size or count."""
@@ -91,21 +92,25 @@ class Reader:
 
     def array(self, tag: bytes) -> object:
         """A tensor, an array or a numpy number, in memory of its own."""
-        name = bytes(self.take(self.take(1)[0])).decode("latin-1")
-        num_dims = self.take(1)[0]
+        *letters, num_dims = self.take(self.take(1)[0] + 1)
+        name = bytes(letters).decode("latin-1")
         if num_dims > MAX_DIMS:
             raise altered(f"{num_dims} dims")
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
         dtype = (TORCH if tag == b"x" else NUMPY).get(name)
         if dtype is None:
             raise altered(f"a dtype {name!r:.40} that this version does not know")
-        if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
+        count = math.prod(shape)
+        if not count and math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
             raise altered(f"the shape {shape}")
-        raw = bytearray(self.take(math.prod(shape) * dtype.itemsize))  # the value's own memory
-        if name in ("bool", "|b1") and raw and max(raw) > 1:
+        raw = bytearray(self.take(count * dtype.itemsize))  # the value's own memory
+        if name in ("bool", "|b1") and raw.translate(None, b"\0\1"):
             raise altered("a boolean that is neither 0 nor 1")
         if isinstance(dtype, torch.dtype):
-            return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+            if not raw:
+                return torch.empty(shape, dtype=dtype)
+            flat = torch.frombuffer(raw, dtype=dtype)
+            return flat if num_dims == 1 else flat.reshape(shape)
         array = np.frombuffer(raw, dtype=dtype).reshape(shape)
         if tag == b"z" and shape:
             raise altered(f"a number of shape {shape}")

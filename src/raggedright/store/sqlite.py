@@ -1,7 +1,7 @@
 """The default store: one SQLite file that many processes read and write at once. A crash loses no finished session.
 
 A session's rows, tags and fields are one transaction, on disk (synchronous = FULL) when put returns. One value a field
-in table `fields`, so that a pass reads the fields it needs and adds its own. See sqlite_file.SCHEMA.
+in table `fields`, so that a pass reads the fields it needs and adds its own. See sqlite_schema.SCHEMA.
 
 The surprise: delete first moves a watermark, which hides the rounds at once and for good, then takes their rows away a
 few sessions at a time, so that no writer waits long; one that is killed half-way is completed by the next. The file
@@ -18,6 +18,7 @@ from time import monotonic, sleep
 from typing import Self
 
 from raggedright.store.checks import (
+    Encoded,
     check_can_become,
     check_put,
     check_replaced,
@@ -28,7 +29,7 @@ from raggedright.store.checks import (
     round_deleted,
     row_missing,
 )
-from raggedright.store.encoding import Encoded, decode_field, encode_fields
+from raggedright.store.encoding import decode_field, encode_fields
 from raggedright.store.protocol import Fields, Key, NewRow, SessionEntry, SessionKey, State, StoreError
 from raggedright.store.sqlite_file import Database
 from raggedright.store.sqlite_list import read_entries
@@ -41,16 +42,22 @@ SESSIONS_A_DELETE = 64
 _SESSION = "round = ? AND prompt = ? AND session = ? AND attempt = ?"
 _FIND = f"""SELECT s.state, r.id FROM sessions s LEFT JOIN rows r ON r.session_id = s.id AND r.trajectory = ?
   WHERE {_SESSION}"""
+_GET = f"""SELECT s.state, r.id, f.name, f.value FROM sessions s
+  LEFT JOIN rows r ON r.session_id = s.id AND r.trajectory = ?
+  LEFT JOIN fields f ON f.row_id = r.id AND f.name IN ({{}}) WHERE {_SESSION}"""
 _LAST = "SELECT prompt, session, state, max(attempt) FROM sessions WHERE round = ? GROUP BY prompt, session"
 _PUT_FIELD = "INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, ?)"
 _REPLACE_FIELD = f"{_PUT_FIELD} ON CONFLICT DO UPDATE SET type = excluded.type, value = excluded.value"
 
 
 class SqliteStore:
-    """A store in one file, which is made if it is not there; waits up to `busy_timeout` seconds for other writers."""
+    """A store in one file, which is made if it is not there; waits up to `busy_timeout` seconds for other writers.
 
-    def __init__(self, path: str | PathLike[str], *, busy_timeout: float = 30.0) -> None:
-        self._database = Database(Path(path), busy_timeout)
+    With `read_only`, for reports and inspection, it is never made or written, and others may write it meanwhile.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, busy_timeout: float = 30.0, read_only: bool = False) -> None:
+        self._database = Database(Path(path), busy_timeout, read_only=read_only)
 
     def put(
         self,
@@ -98,13 +105,16 @@ class SqliteStore:
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
         names = tuple(dict.fromkeys(fields))
-        values = f"SELECT name, value FROM fields WHERE row_id = ? AND name IN ({','.join('?' * len(names))})"
+        select = _GET.format(",".join("?" * len(names)))
         answer = []
         with self._database.read("get") as connection:
             watermark = _watermark(connection)
             for key in keys:
-                found = dict(connection.execute(values, (_row_id(connection, key, watermark), *names)).fetchall())
-                if len(found) != len(names):
+                rows = connection.execute(select, (key[4], *names, *key[:4])).fetchall()
+                if not rows or rows[0][1] is None or key[0] <= watermark:
+                    raise row_missing(key, rows[0][0] if rows else None, watermark)
+                found = {name: value for _, _, name, value in rows}
+                if names and len(found.keys() & names) != len(names):
                     raise field_missing(key, next(name for name in names if name not in found))
                 answer.append({name: decode_field(key, name, found[name]) for name in names})
         return answer

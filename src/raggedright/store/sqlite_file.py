@@ -1,11 +1,11 @@
-"""The file of a SQLite store: its schema, how it is made and opened, its connections, and its errors as sentences.
-
-The file is a plain SQLite database that the `sqlite3` shell can query; SCHEMA is its documentation. It is made whole
-under another name and linked into place, so that it never exists half-made and of many makers one wins. A file
-that is not ours, or of another version, is told by its header before SQLite opens it, and stays untouched.
+"""The connections of a process to a SQLite store's file, and SQLite's errors as sentences.
 
 Invariants: one connection a thread and process, since SQLite's must not cross a fork; every read happens in one
 snapshot; every write begins by taking the write lock, so it waits at most `busy_timeout` and never half-way.
+
+A file that is opened for reading only is not written, whatever its permissions. Where its folder cannot be written
+either and nobody has left a log, SQLite is told that the file does not change; whether that held is looked at after
+every read.
 
 The surprise: put is durable once it returns, but may still stand in `<file>-wal`. Copy a store after closing it, or
 with the shell's `.backup`.
@@ -18,62 +18,44 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import uuid4
 
 from raggedright.store.protocol import StoreError
+from raggedright.store.sqlite_schema import PAGE_SIZE, SCHEMA, check_header, make
 
-APPLICATION_ID = 0x52476474  # "RGdt", at byte 68 of the file
-FORMAT = 1  # the user_version, at byte 60
-PAGE_SIZE = 16_384
 WAL_BYTES = 64 * 2**20  # the log is written back to the file whenever it has grown by this
-
-SCHEMA = (
-    # format; deleted_round: this round and those before it are gone, whatever rows of theirs are still here
-    "CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID",
-    """CREATE TABLE sessions (
-  id INTEGER PRIMARY KEY,
-  round INTEGER NOT NULL, prompt TEXT NOT NULL, session INTEGER NOT NULL, attempt INTEGER NOT NULL,
-  state TEXT NOT NULL CHECK (state IN ('running', 'finished', 'failed')),
-  cause TEXT NOT NULL,
-  score REAL,
-  UNIQUE (round, prompt, session, attempt)
-) STRICT""",
-    # tags: a JSON object; fields: a JSON list of the names in table fields
-    """CREATE TABLE rows (
-  id INTEGER PRIMARY KEY,
-  session_id INTEGER NOT NULL REFERENCES sessions (id), trajectory INTEGER NOT NULL,
-  prompt_tokens INTEGER NOT NULL, response_tokens INTEGER NOT NULL, loss_tokens INTEGER NOT NULL,
-  is_padding INTEGER NOT NULL CHECK (is_padding IN (0, 1)),
-  tags TEXT NOT NULL, fields TEXT NOT NULL,
-  UNIQUE (session_id, trajectory)
-) STRICT""",
-    # type: torch.float32, numpy.int64, str ...; value: as raggedright.store.encoding says
-    """CREATE TABLE fields (
-  row_id INTEGER NOT NULL REFERENCES rows (id), name TEXT NOT NULL, type TEXT NOT NULL, value BLOB NOT NULL,
-  PRIMARY KEY (row_id, name)
-) STRICT""",
-    # the type that a field has in a round
-    """CREATE TABLE types (
-  round INTEGER NOT NULL, name TEXT NOT NULL, type TEXT NOT NULL, PRIMARY KEY (round, name)
-) STRICT, WITHOUT ROWID""",
-    """CREATE VIEW tags AS
-  SELECT rows.id AS row_id, tag.key AS name, tag.value AS value FROM rows, json_each(rows.tags) AS tag""",
+_READING = ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16384")
+_WRITING = (
+    "synchronous = FULL",
+    "trusted_schema = OFF",
+    "cell_size_check = ON",
+    "cache_size = -16384",
+    f"wal_autocheckpoint = {WAL_BYTES // PAGE_SIZE}",
+    f"journal_size_limit = {WAL_BYTES}",
 )
 
 
 class Database:
     """The connections of this process to one store's file."""
 
-    def __init__(self, path: Path, busy_timeout: float) -> None:
-        self.path, self.busy_timeout = path, busy_timeout
+    def __init__(self, path: Path, busy_timeout: float, *, read_only: bool = False) -> None:
+        self.path, self.busy_timeout, self.read_only = path, busy_timeout, read_only
+        self._log = path.with_name(f"{path.name}-wal")
+        self._resting: os.stat_result | None = None  # of a file that does not change
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._connections: dict[int, sqlite3.Connection] = {}
         self._closed = False
         with self.errors("open"):
-            if not path.exists():
-                _make(path)
+            if not path.exists() and not read_only:
+                make(path)
             check_header(path)
+            can_write = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+            if not can_write and not read_only:
+                raise StoreError(
+                    f"{path}: cannot be written, or is on a read-only file system; open it with read_only, or copy it"
+                )
+            if read_only and not can_write and not self._has_log():
+                self._resting = path.stat()
             try:
                 self._check_schema()
             except BaseException:
@@ -85,10 +67,15 @@ class Database:
         """A connection that sees one snapshot."""
         with self.errors(what), self._transaction("BEGIN") as connection:
             yield connection
+            self._check_resting()
 
     @contextmanager
     def write(self, what: str) -> Iterator[sqlite3.Connection]:
         """A connection whose changes are durable at the end of the block, or undone where it raises."""
+        if self.read_only:
+            raise StoreError(
+                f"{self.path}: {what} failed: the store is open for reading only; open it without read_only"
+            )
         with self.errors(what), self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
@@ -106,7 +93,7 @@ class Database:
         """Write the log back to the file, where nobody else is reading, and close all connections of this process."""
         if not self._closed and self._process == os.getpid():
             with self._lock, suppress(sqlite3.Error):  # what was put is durable in the log, too
-                for connection in self._connections.values():
+                for connection in () if self.read_only else self._connections.values():
                     connection.execute("PRAGMA busy_timeout = 100")
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                     break
@@ -145,24 +132,32 @@ class Database:
         with self._lock:
             for ident in self._connections.keys() - living:
                 self._connections.pop(ident).close()
+            how = "mode=rw" if not self.read_only else "mode=ro" if self._resting is None else "immutable=1"
             connection = sqlite3.connect(
-                f"{self.path.absolute().as_uri()}?mode=rw",  # never makes the file
+                f"{self.path.absolute().as_uri()}?{how}",  # none of these makes the file
                 uri=True,
                 timeout=self.busy_timeout,
                 isolation_level=None,
                 check_same_thread=False,  # so that close() can close those of other threads
             )
-            for pragma in (
-                "synchronous = FULL",
-                "trusted_schema = OFF",
-                "cell_size_check = ON",
-                "cache_size = -16384",
-                f"wal_autocheckpoint = {WAL_BYTES // PAGE_SIZE}",
-                f"journal_size_limit = {WAL_BYTES}",
-            ):
+            for pragma in _READING if self.read_only else _WRITING:
                 connection.execute(f"PRAGMA {pragma}")
             self._connections[threading.get_ident()] = connection
         return connection
+
+    def _has_log(self) -> bool:
+        return self._log.exists() and self._log.stat().st_size > 0
+
+    def _check_resting(self) -> None:
+        if self._resting is None:
+            return
+        now, then = self.path.stat(), self._resting
+        if (now.st_mtime_ns, now.st_size, now.st_ino) != (
+            then.st_mtime_ns,
+            then.st_size,
+            then.st_ino,
+        ) or self._has_log():
+            raise StoreError(f"{self.path}: somebody writes it, seen on a read-only file system; open the store again")
 
     def _check_schema(self) -> None:
         found = self.connection().execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
@@ -184,68 +179,13 @@ class Database:
             return "the file cannot be written; mount its file system for writing, or set the file's permissions"
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return f"{said}: the file is damaged; restore a copy, or move it away and run its rounds again"
+        if primary == sqlite3.SQLITE_CANTOPEN and self.read_only:
+            return f"{said}: {self._log.name} beside it has what was put last; copy both to where you can write"
         if primary == sqlite3.SQLITE_CANTOPEN:
-            return f"{said}: the file, or {self.path.name}-wal beside it, cannot be opened for writing; see permissions"
+            return f"{said}: the file, or {self._log.name} beside it, cannot be opened for writing; see permissions"
         if primary == sqlite3.SQLITE_IOERR:
             return f"{said}: the disk reports an error; see the system's log, then open the store again"
         return f"{said}; open the store again"
 
 
 _INHERITED: list[dict[int, sqlite3.Connection]] = []
-
-
-def check_header(path: Path) -> None:
-    """Refuse a file that is not a store's, or of another version, or cannot be written; without touching it."""
-    if path.is_dir():
-        raise StoreError(f"{path}: is a folder; a store is a file in it, such as {path / 'rows.db'}")
-    with path.open("rb") as file:
-        header = file.read(100)
-    if len(header) < 100 or header[:16] != b"SQLite format 3\0":
-        raise StoreError(f"{path}: has {path.stat().st_size:,} bytes and is no SQLite database; use another path")
-    application, version = int.from_bytes(header[68:72]), int.from_bytes(header[60:64])
-    if application != APPLICATION_ID:
-        raise StoreError(f"{path}: is a database of another program (application_id {application}); use another path")
-    if version != FORMAT:
-        raise StoreError(
-            f"{path}: is in format {version} and this version takes {FORMAT}; open it with its own version"
-        )
-    if not os.access(path, os.W_OK) or not os.access(path.parent, os.W_OK):
-        raise StoreError(f"{path}: cannot be written, or is on a read-only file system; copy it, and open the copy")
-
-
-def _make(path: Path) -> None:
-    """Make an empty store under another name and link it into place, unless somebody else was first."""
-    if not path.parent.is_dir():
-        raise StoreError(f"{path}: there is no folder {path.parent}; make it first")
-    made = path.with_name(f".{path.name}.{uuid4().hex}.new")
-    try:
-        connection = sqlite3.connect(made, isolation_level=None)
-        try:
-            connection.execute("PRAGMA synchronous = OFF")  # nobody knows the file yet; it is synced whole below
-            connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in SCHEMA:
-                connection.execute(statement)
-            connection.execute("INSERT INTO meta VALUES ('format', ?), ('deleted_round', -1)", (FORMAT,))
-            connection.execute("COMMIT")
-        finally:
-            connection.close()  # the last one to close writes the log back
-        _sync(made)
-        with suppress(FileExistsError):
-            os.link(made, path)
-        _sync(path.parent)
-    finally:
-        for name in (made, *(made.with_name(made.name + end) for end in ("-wal", "-shm", "-journal"))):
-            name.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Have a file, or a folder's names, on disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

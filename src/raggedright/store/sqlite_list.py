@@ -4,11 +4,11 @@ The surprise: the garbage collector pauses meanwhile. It would walk all entries 
 which takes a fifth of the time.
 """
 
-import gc
 import json
 from collections.abc import Mapping
 from sqlite3 import Connection
 
+from raggedright.store.collecting import no_collecting
 from raggedright.store.protocol import Key, RowEntry, SessionEntry, SessionKey, StoreError
 
 _SESSIONS = "SELECT id, round, prompt, session, attempt, state, cause, score FROM sessions WHERE {}"
@@ -23,39 +23,27 @@ def read_entries(connection: Connection, watermark: int, filters: Mapping[str, o
     where = " AND ".join(["round > ?", *(f"{name} = ?" for name in given)])
     values = (watermark, *given.values())
     order = " ORDER BY round, prompt, session, attempt"
-    sessions = connection.execute(_SESSIONS.format(where) + order, values).fetchall()
-    found = connection.execute(_ROWS.format(where), values).fetchall()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return _entries(sessions, found)
-    except (TypeError, ValueError) as error:
-        raise StoreError(f"a listing cannot be read ({error}); the file was altered") from error
-    finally:
-        if collecting:
-            gc.enable()
+    with no_collecting():
+        sessions = connection.execute(_SESSIONS.format(where) + order, values).fetchall()
+        found = connection.execute(_ROWS.format(where), values).fetchall()
+        try:
+            return _entries(sessions, found)
+        except (TypeError, ValueError, KeyError) as error:
+            raise StoreError(f"a listing cannot be read ({error}); the file was altered") from error
 
 
 def _entries(sessions: list[tuple], found: list[tuple]) -> list[SessionEntry]:
     keys = {id_: SessionKey(*key) for id_, *key, _, _, _ in sessions}
-    rows: dict[int, list[RowEntry]] = {}
+    rows: dict[int, list[RowEntry]] = {id_: [] for id_ in keys}
     names: dict[str, frozenset[str]] = {}
-    new_key = tuple.__new__  # a third of the time of Key()
+    for fields in {row[7] for row in found}:
+        names[fields] = frozenset(json.loads(fields))
     tags = json.loads(f"[{','.join([row[6] for row in found])}]")
+    new = tuple.__new__  # skips the argument handling of Key() and RowEntry()
     for (id_, trajectory, prompt, response, loss, is_padding, _, fields), tag in zip(found, tags, strict=True):
-        if fields not in names:
-            names[fields] = frozenset(json.loads(fields))
-        entry = RowEntry(
-            key=new_key(Key, (*keys[id_], trajectory)),
-            prompt_tokens=prompt,
-            response_tokens=response,
-            loss_tokens=loss,
-            is_padding=is_padding == 1,
-            tags=tag,
-            field_names=names[fields],
-        )
-        rows.setdefault(id_, []).append(entry)
+        key = new(Key, (*keys[id_], trajectory))
+        rows[id_].append(new(RowEntry, (key, prompt, response, loss, is_padding == 1, tag, names[fields])))
     return [
-        SessionEntry(key=keys[id_], state=state, cause=cause, score=score, rows=tuple(rows.get(id_, ())))
+        SessionEntry(key=keys[id_], state=state, cause=cause, score=score, rows=tuple(rows[id_]))
         for id_, *_, state, cause, score in sessions
     ]

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false
 """A store on TransferQueue and Ray, for clusters: many processes and machines, tensors in the memory of its units.
 
 TransferQueue speaks pickle over unauthenticated sockets: trusted networks only.
@@ -10,24 +9,38 @@ with what was asked for, and asks whether their round is still there. Every call
 For others who read the same TransferQueue: a round is the partition `{run}/{round}`, a row the key
 `{uid}_{session}_{trajectory}@{round}.{attempt}.{write}` (% and _ of the uid are escaped as in a URL). Tensors are
 tensors, in a column with the field's name; where a round has the field in a second dtype or rank, or again after an
-update, the column has another one. Any other value is a uint8 tensor (see `encoding.py`). The row's tag has its
-`columns`, the number of `rows` of its session, `is_padding`, the counts, and the row's own `tags`.
+update, the column has another one. Any other value is bytes, or a uint8 tensor (see `encoding.py`). The row's tag has
+`is_padding` and two JSON texts: `columns` (by field) and `row` (counts, the number of `rows` of its session, `tags`).
 
 The surprise: nothing is on disk. The store ends with the process that started it, or when that one closes it; the
 others only let go. A dead storage unit, controller or sessions' actor is a StoreError in seconds and takes what it had.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from itertools import islice
 from typing import Any, Self, TypeVar
 
 from raggedright.store.checks import check_put
+from raggedright.store.collecting import no_collecting
 from raggedright.store.protocol import Fields, Key, NewRow, RowEntry, SessionEntry, SessionKey, State, StoreError
-from raggedright.store.ray_columns import Cell, columns_tag, in_columns, kinds, pack, row_name, tag, to_cells, unpack
-from raggedright.store.ray_sessions import Column, Layout, Listed
-from raggedright.store.ray_start import connect
+from raggedright.store.ray_columns import (
+    Cell,
+    about,
+    columns_json,
+    in_columns,
+    kinds,
+    pack,
+    row_name,
+    tag,
+    to_cells,
+    unpack,
+)
+from raggedright.store.ray_round import Column, Layout, Listing
+from raggedright.store.ray_start import connect, disconnect
 
 __all__ = ["TransferQueueStore"]
 
@@ -70,15 +83,14 @@ class TransferQueueStore:
         keys = [Key(*session, i) for i in range(len(rows))]
         cells = [to_cells(key, row.fields) for key, row in zip(keys, rows, strict=True)]
         shared: dict[tuple, Layout] = {}
-        about = [
-            ((row.prompt_tokens, row.response_tokens, row.loss_tokens, row.is_padding, {**row.tags}), kinds(shared, c))
-            for row, c in zip(rows, cells, strict=True)
-        ]
-        asked = self._send("put", session, state, cause, score, about, self._lease(len(rows), len(shared)))
+        layouts = [kinds(shared, each) for each in cells]
+        said, row_tags = about(rows)
+        asked = self._send("put", session, state, cause, score, said, layouts, self._lease(len(rows), len(shared)))
         packed = pack(cells) if len(shared) == 1 and len(rows) <= ROWS_A_CALL else None  # meanwhile
         write, layouts = self._link.hear(asked, self._timeout)
         if rows:
-            tags = [tag(row, len(rows), layout) for row, layout in zip(rows, layouts, strict=True)]
+            all_of = zip(rows, row_tags, columns_json(layouts), strict=True)
+            tags = [tag(row, own, len(rows), columns) for row, own, columns in all_of]
             self._write(write, [(key, write) for key in keys], cells, layouts, tags, packed)
 
     def list(
@@ -90,27 +102,29 @@ class TransferQueueStore:
         state: State | None = None,
     ) -> Sequence[SessionEntry]:
         """Sessions that match, in the order of their keys."""
-        return _entries(*self._ask("listing", round, prompt, session, state))
+        with no_collecting():
+            return _entries(self._ask("listing", round, prompt, session, state))
 
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
-        keys = [Key(*key) for key in keys]
-        found, lists = self._ask("locate", keys, fields)
-        groups: dict[tuple[int, int], dict[Key, int]] = defaultdict(dict)
-        for key, (write, columns) in zip(keys, found, strict=True):
-            groups[key.round, columns][key] = write
+        wanted = [*dict.fromkeys(Key(*key) for key in keys)]
+        writes, numbers, lists = self._ask("locate", [tuple(key) for key in wanted], fields)
+        groups: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
+        for key, write, number in zip(wanted, writes, numbers, strict=True):
+            groups[key.round, number].append((key, write))
+        answers = []
+        for (round, number), rows in groups.items() if fields else ():
+            answers += [(part, lists[number], self._fetch(round, part, lists[number])) for part in _parts(rows)]
+        asked = self._send("check_rounds", {key.round for key in wanted})
         values: dict[Key, dict[str, object]] = {}
-        for (round, columns), rows in groups.items() if fields else ():
-            for part in _parts([*rows.items()]):
-                values |= self._fetch(round, part, fields, lists[columns])
-        self._ask("check_rounds", {key.round for key in keys})
+        for part, columns, answer in answers:  # meanwhile
+            found = [key for key, _ in part]
+            values.update(zip(found, unpack(_several(found), found, fields, columns, answer), strict=True))
+        self._link.hear(asked, self._timeout)
+        if len(wanted) == len(keys):
+            return [values.get(key, {}) for key in wanted]
         seen: set[Key] = set()
-        answer = []
-        for key in keys:
-            row = values.get(key, {})
-            answer.append(deepcopy(row) if key in seen else row)
-            seen.add(key)
-        return answer
+        return [deepcopy(values.get(k, {})) if k in seen or seen.add(k) else values.get(k, {}) for k in keys]
 
     def update(self, values: Mapping[Key, Fields]) -> None:
         """Add fields to rows that are there, all of them or none."""
@@ -120,7 +134,7 @@ class TransferQueueStore:
         new = {key: kinds(shared, c) for key, c in zip(values, cells, strict=True)}
         write, placed = self._ask("update", new, self._lease(len(new), len(shared) * len({key.round for key in new})))
         rows = [(key, made_by) for key, (made_by, _, _) in zip(values, placed, strict=True)]
-        tags = [columns_tag(whole) for _, _, whole in placed]
+        tags = [{"columns": text} for text in columns_json([whole for _, _, whole in placed])]
         self._write(write, rows, cells, [new for _, new, _ in placed], tags)
 
     def delete(self, round: int) -> None:
@@ -130,12 +144,12 @@ class TransferQueueStore:
     def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
         """The last attempt of each of these (prompt, session) pairs, once all are finished or failed."""
         wanted = sorted({(prompt, session) for prompt, session in sessions})
-        return _entries(*self._ask("wait", round, wanted, timeout, within=timeout + self._timeout))
+        return _entries(self._ask("wait", round, wanted, timeout, within=timeout + self._timeout))
 
     def close(self) -> None:
         """Let go of the store; what was put stays, unless this one started it."""
         if not self._closed and self._owns:
-            self._link.stop()
+            disconnect(self._link)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -162,7 +176,7 @@ class TransferQueueStore:
         rows: Sequence[tuple[Key, int]],
         cells: Sequence[Mapping[str, Cell]],
         layouts: Sequence[Layout],
-        tags: Sequence[dict[str, object]],
+        tags: Sequence[Mapping[str, object]],
         packed: Mapping[str, object] | None = None,
     ) -> None:
         """Send the rows, those with the same columns together, and commit."""
@@ -192,16 +206,12 @@ class TransferQueueStore:
                 self._clear(self._ask("abort", write, ended))
             raise
 
-    def _fetch(
-        self, round: int, rows: Sequence[tuple[Key, int]], fields: Sequence[str], columns: Sequence[Column]
-    ) -> dict[Key, dict[str, object]]:
+    def _fetch(self, round: int, rows: Sequence[tuple[Key, int]], columns: Sequence[Column]) -> Any:
         import transfer_queue
 
-        names, keys = [row_name(*row) for row in rows], [key for key, _ in rows]
         wanted = [*dict.fromkeys(column.name for column in columns)]
-        call = transfer_queue.async_kv_batch_get(names, self._partition(round), wanted)
-        answer = self._link.queue(_several(keys), call, self._timeout)
-        return unpack(_several(keys), keys, fields, columns, answer)
+        call = transfer_queue.async_kv_batch_get([row_name(*row) for row in rows], self._partition(round), wanted)
+        return self._link.queue(_several([key for key, _ in rows]), call, self._timeout)
 
     def _clear(self, rounds: Sequence[int]) -> None:
         import transfer_queue
@@ -222,26 +232,15 @@ def _several(keys: Sequence[Key]) -> str:
     return str(keys[0]) if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more rows"
 
 
-def _entries(listed: Sequence[Listed], names: Sequence[Sequence[str]]) -> list[SessionEntry]:
-    field_names = [frozenset(each) for each in names]
+def _entries(listing: Listing) -> list[SessionEntry]:
+    sessions, said, layouts, names = listing
+    field_names, new = [frozenset(each) for each in names], tuple.__new__  # skips RowEntry()'s argument handling
+    keys = [new(Key, (*key, i)) for key, _, _, _, num_rows in sessions for i in range(num_rows)]
+    tags = json.loads(f"[{said.tags}]")
+    counts = said.prompt_tokens, said.response_tokens, said.loss_tokens, said.is_padding
+    columns = zip(keys, *counts, tags, [field_names[layout] for layout in layouts], strict=True)
+    rows = iter([new(RowEntry, row) for row in columns])
     return [
-        SessionEntry(
-            key=key,
-            state=state,
-            cause=cause,
-            score=score,
-            rows=tuple(
-                RowEntry(
-                    key=Key(*key, i),
-                    prompt_tokens=about[0],
-                    response_tokens=about[1],
-                    loss_tokens=about[2],
-                    is_padding=about[3],
-                    tags=about[4],
-                    field_names=field_names[layout],
-                )
-                for i, (about, layout) in enumerate(rows)
-            ),
-        )
-        for key, state, cause, score, rows in listed
+        SessionEntry(key=SessionKey(*key), state=state, cause=cause, score=score, rows=tuple(islice(rows, num_rows)))
+        for key, state, cause, score, num_rows in sessions
     ]

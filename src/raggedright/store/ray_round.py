@@ -1,0 +1,142 @@
+"""One round's sessions in a store on TransferQueue: where each field of each row is, and what a listing says of them.
+
+A column of TransferQueue has one field and kind for the whole round, and a row writes to a column once: a field of a
+second dtype or rank, and a repeated update, go to columns of their own. Rows that are alike share one layout object,
+so that rows cost little and are grouped by identity.
+
+The surprise: what a listing says of rows is kept and sent in columns, with tags as JSON text, so that a pickle has a
+few long lists and not a tuple a row.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from raggedright.store.checks import Encoded, check_types
+from raggedright.store.protocol import Key, SessionKey, State
+
+
+class Column(NamedTuple):
+    """Where a field's value is: the type it has for its user, how it is stored (`float32.1`, `bytes`), the column."""
+
+    type: str
+    kind: str
+    name: str = ""
+
+
+Layout = dict[str, Column]  # of a row's fields; shared by all rows that are alike
+
+
+class About(NamedTuple):
+    """What a listing says of some rows, in columns; tags as JSON objects with commas between them."""
+
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    loss_tokens: list[int]
+    is_padding: list[bool]
+    tags: str
+
+
+class Listing(NamedTuple):
+    """Sessions with their numbers of rows; the rows of all; each row's layout by number; the layouts' field names."""
+
+    sessions: list[tuple[tuple, State, str, float | None, int]]
+    about: About
+    layouts: list[int]
+    field_names: list[list[str]]
+
+
+@dataclass(slots=True)
+class Row:
+    """Where a row's fields are, the write that made it, and the columns it ever wrote to."""
+
+    layout: Layout
+    write: int
+    written: frozenset[str]
+
+
+@dataclass(slots=True)
+class Session:
+    """What a listing says of a session, with its rows."""
+
+    key: SessionKey
+    state: State
+    cause: str
+    score: float | None
+    about: About
+    rows: list[Row]
+
+
+@dataclass(slots=True)
+class Round:
+    """A round's sessions, the types of its fields, and its columns with the field and kind that each is for."""
+
+    sessions: dict[SessionKey, Session] = field(default_factory=dict)
+    last: dict[tuple[str, int], Session] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, tuple[str, str]] = field(default_factory=dict)
+    layouts: dict[tuple, Layout] = field(default_factory=dict)  # one object for all rows that are alike
+    in_queue: bool = False  # whether TransferQueue has anything of it
+
+    def place(self, layout: Layout, taken: frozenset[str], write: int) -> Layout:
+        """A field's column has its name if the kind is the first of the round and the row never wrote there."""
+        placed = {}
+        for name, (type_, kind, _) in layout.items():
+            column = name
+            if self.columns.setdefault(column, (name, kind)) != (name, kind):
+                column = f"{name}@{kind}"
+            if column in taken:
+                column = f"{column}@{write}"
+            while self.columns.setdefault(column, (name, kind)) != (name, kind):
+                column += "@"
+            placed[name] = Column(type_, kind, column)
+        return self.layouts.setdefault(tuple(placed.items()), placed)
+
+    def merge(self, merged: dict[tuple[int, int], Layout], old: Layout, new: Layout) -> Layout:
+        """Both in one, the same object for the same two; the round keeps all layouts, so no id comes again."""
+        both = merged.get((id(old), id(new)))
+        if both is None:
+            whole = {**old, **new}
+            both = merged[id(old), id(new)] = self.layouts.setdefault(tuple(whole.items()), whole)
+        return both
+
+    def agree(self, types: Mapping[str, str], rows: Iterable[tuple[Key, Layout]]) -> dict[str, str]:
+        """Compare rows with the round's types and these; the types of the rows' fields."""
+        known, names = {**self.types, **types}, set()
+        for key, layout in rows:
+            check_types(known, key, {name: Encoded(column.type, b"") for name, column in layout.items()})
+            names |= layout.keys()
+        return {name: known[name] for name in names & known.keys()}
+
+    def show(self, session: Session) -> None:
+        """Make a session visible."""
+        pair = session.key.prompt, session.key.session
+        self.sessions[session.key] = session
+        if pair not in self.last or self.last[pair].key.attempt <= session.key.attempt:
+            self.last[pair] = session
+
+    def not_final(self, pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Those of these (prompt, session) pairs whose last attempt is not finished or failed."""
+        return [pair for pair in pairs if pair not in self.last or self.last[pair].state == "running"]
+
+
+def listing(sessions: Iterable[Session]) -> Listing:
+    """What there is to say of these sessions, in the order of their keys."""
+    found = sorted(sessions, key=lambda session: session.key)
+    rows = [row for session in found for row in session.rows]
+    layouts = {id(row.layout): row.layout for row in rows}
+    numbers = {each: number for number, each in enumerate(layouts)}
+    about = [session.about for session in found]
+    return Listing(
+        [(tuple(each.key), each.state, each.cause, each.score, len(each.rows)) for each in found],
+        About(
+            [*chain.from_iterable(each.prompt_tokens for each in about)],
+            [*chain.from_iterable(each.response_tokens for each in about)],
+            [*chain.from_iterable(each.loss_tokens for each in about)],
+            [*chain.from_iterable(each.is_padding for each in about)],
+            ",".join([each.tags for each in about if each.tags]),
+        ),
+        [numbers[id(row.layout)] for row in rows],
+        [[*layout] for layout in layouts.values()],
+    )

@@ -1,0 +1,43 @@
+"""docs/store.md: its Python runs, and its queries are answered by the sqlite3 shell."""
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return [block.partition("```")[0] for block in PAGE.split(f"```{language}\n")[1:]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the page's first block was run."""
+    subprocess.run([sys.executable, "-c", blocks("python")[0]], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_tensors_are_read_back_without_the_store(folder: Path) -> None:
+    told = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=folder, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "input_ids torch.int64 torch.Size([12])" in told.stdout
+    assert "old_log_probs torch.float32 torch.Size([10])" in told.stdout
+
+
+def test_the_queries_work(folder: Path) -> None:
+    commands = blocks("sh")[0].strip().splitlines()
+    answers = []
+    for command in commands:
+        query = command.split('"')[1]
+        connection = sqlite3.connect(folder / "run" / "rows.db")
+        answers.append(connection.execute(query).fetchall())
+        connection.close()
+        if shutil.which("sqlite3"):
+            told = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
+            assert len(told.stdout.splitlines()) == len(answers[-1])
+    assert answers == [[(0, 1, 0.5)], [], [(0, 1, 10)]]

@@ -211,3 +211,22 @@ def test_none_agrees_with_every_dtype_and_plain_numbers_with_each_other(store: S
     store.put(key("a"), [bare(x=None, y=1), bare(x=torch.zeros(2), y=0.5), bare(x=None, y=True)])
     keys = [row(key("a"), i) for i in range(3)]
     assert same([f["y"] for f in store.get(keys, ["x", "y"])], [1, 0.5, True])
+
+
+def test_sessions_put_together_are_all_there_when_the_block_ends(store: Store) -> None:
+    with store.together():
+        for session in range(3):
+            store.put(key("p", session), [tokens(session + 1)], score=float(session))
+        store.put(key("p", 3), state="failed", cause="timed out")
+    assert [len(entry.rows) for entry in store.list()] == [1, 1, 1, 0]
+    store.put(key("p", 4), [tokens(1)])
+    assert len(store.list()) == 5
+
+
+def test_a_put_that_is_refused_in_a_block_leaves_the_others_whole(store: Store) -> None:
+    with store.together():
+        store.put(key("p", 0), [tokens(2)])
+        with pytest.raises(StoreError, match="p/0"):
+            store.put(key("p", 0), [tokens(3)])
+        store.put(key("p", 1), [tokens(4)])
+    assert [[row.response_tokens for row in entry.rows] for entry in store.list()] == [[2], [4]]

@@ -43,28 +43,59 @@ class _Outcome(NamedTuple):
     score: float | None = None
 
 
+class _Ended(NamedTuple):
+    """An attempt to record."""
+
+    key: SessionKey
+    outcome: _Outcome
+    is_last: bool
+
+
 class Recorder:
     """The one place where sessions are put. `open` has the current attempt of each session that is not final."""
 
     def __init__(self, store: Store, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
         self._store, self._on_done = store, on_done
         self.open = {key[1:3]: key for key in keys}
+        self._ended: list[_Ended] = []  # and not put yet
+        self._written: asyncio.Future[None] | None = None
 
-    def put(self, key: SessionKey, outcome: _Outcome, *, is_last: bool) -> None:
-        """Record an attempt; the last one ends its session."""
-        state = "failed" if outcome.cause else "finished"
-        self._store.put(key, outcome.rows, state=state, cause=outcome.cause, score=outcome.score)
-        if is_last:
+    async def put(self, key: SessionKey, outcome: _Outcome, *, is_last: bool) -> None:
+        """Record an attempt; the last one ends its session. Those that end in one turn of the loop are put together."""
+        self._ended.append(_Ended(key, outcome, is_last))
+        if self._written is not None:
+            await self._written
+            return
+        written = self._written = asyncio.get_running_loop().create_future()
+        await asyncio.sleep(0)
+        try:
+            self.put_ended()
+        except Exception as error:
+            written.set_exception(error)
+            written.exception()  # seen, whether others wait for it or not
+            raise
+        written.set_result(None)
+
+    def put_ended(self) -> None:
+        """Put all that have ended, in one transaction where the store has such."""
+        ended, self._ended, self._written = self._ended, [], None
+        with self._store.together():
+            for key, outcome, _ in ended:
+                state = "failed" if outcome.cause else "finished"
+                self._store.put(key, outcome.rows, state=state, cause=outcome.cause, score=outcome.score)
+        for key, outcome, is_last in ended:
+            if not is_last:
+                self.open[key[1:3]] = key._replace(attempt=key.attempt + 1)
+                continue
             del self.open[key[1:3]]
             if self._on_done is not None:
-                self._on_done(key, state)
-        else:
-            self.open[key[1:3]] = key._replace(attempt=key.attempt + 1)
+                self._on_done(key, "failed" if outcome.cause else "finished")
 
     def put_cancelled(self) -> None:
-        """Record all that are open as failed."""
-        for key in [*self.open.values()]:
-            self.put(key, _Outcome(CANCELLED), is_last=True)
+        """Record those that have ended as they are, and all that are open as failed."""
+        self.put_ended()
+        self._ended = [_Ended(key, _Outcome(CANCELLED), True) for key in self.open.values()]
+        self.put_ended()
 
 
 class Round:
@@ -132,7 +163,7 @@ class Round:
             while not is_last:
                 outcome = await self._attempt(task, key)
                 is_last = not outcome.cause or key.attempt == last_attempt
-                self._recorder.put(key, outcome, is_last=is_last)
+                await self._recorder.put(key, outcome, is_last=is_last)
                 key = key._replace(attempt=key.attempt + 1)
 
     async def _attempt(self, task: Task, key: SessionKey) -> _Outcome:

@@ -4,6 +4,7 @@ Fields are kept as the bytes that a file would have, so that what was put stays 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Condition
 from time import monotonic
@@ -70,6 +71,10 @@ class MemoryStore:
             entry = SessionEntry(key=session, state=state, cause=cause, score=score, rows=entries)
             self._sessions[session] = _Session(entry, encoded)
             self._changed.notify_all()
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block of puts; here each is there at once."""
+        return nullcontext()
 
     def list(
         self,

@@ -9,6 +9,7 @@ attempt, so no key is ever written twice and a late writer cannot touch what ano
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -103,6 +104,13 @@ class Store(Protocol):
         """Record a session in one transaction: as running, as finished with all its rows, or as failed with a cause.
 
         Running may become finished or failed; nothing else may be put twice.
+        """
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block whose puts may share one transaction; what it put is there, for everybody, when it ends.
+
+        Each session is still whole or not at all. Where the block raises, those that it put may be undone.
         """
         ...
 

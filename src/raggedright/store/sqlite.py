@@ -11,6 +11,7 @@ does not get shorter: later rounds take the free pages, so it stays at the size 
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from sqlite3 import Connection
@@ -88,6 +89,10 @@ class SqliteStore:
                 connection.execute(new, (*session, state, cause, score))
                 before = connection.execute("SELECT last_insert_rowid()").fetchone()
             _put_rows(connection, before[0], rows, encoded)
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block whose puts are one transaction, with one write to the disk; undone where it raises."""
+        return self._database.together()
 
     def list(
         self,

@@ -79,6 +79,12 @@ class Database:
         with self.errors(what), self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block in which this thread's reads and writes are parts of one write."""
+        with self.write("a block of puts"):
+            yield
+
     def connection(self) -> sqlite3.Connection:
         """This thread's connection."""
         if self._closed:
@@ -117,14 +123,15 @@ class Database:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         connection = self.connection()
-        connection.execute(begin)
+        inside = connection.in_transaction  # of a block of puts, which goes on where a part of it is undone
+        connection.execute("SAVEPOINT part" if inside else begin)
         try:
             yield connection
-            connection.execute("COMMIT")
+            connection.execute("RELEASE part" if inside else "COMMIT")
         except BaseException:
             if connection.in_transaction:
                 with suppress(sqlite3.Error):  # the first error says more
-                    connection.execute("ROLLBACK")
+                    connection.execute("ROLLBACK TO part" if inside else "ROLLBACK")
             raise
 
     def _connect(self) -> sqlite3.Connection:

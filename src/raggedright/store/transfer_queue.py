@@ -19,7 +19,7 @@ others only let go. A dead storage unit, controller or sessions' actor is a Stor
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Self, TypeVar
@@ -92,6 +92,10 @@ class TransferQueueStore:
             all_of = zip(rows, row_tags, columns_json(layouts), strict=True)
             tags = [tag(row, own, len(rows), columns) for row, own, columns in all_of]
             self._write(write, [(key, write) for key in keys], cells, layouts, tags, packed)
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block of puts; here each is there at once."""
+        return nullcontext()
 
     def list(
         self,

@@ -91,10 +91,10 @@ class Recorder:
             if self._on_done is not None:
                 self._on_done(key, "failed" if outcome.cause else "finished")
 
-    def put_cancelled(self) -> None:
-        """Record those that have ended as they are, and all that are open as failed."""
+    def put_cancelled(self, *, record: bool) -> None:
+        """Record those that have ended as they are, and all that are open as failed if that is asked for."""
         self.put_ended()
-        self._ended = [_Ended(key, _Outcome(CANCELLED), True) for key in self.open.values()]
+        self._ended = [_Ended(key, _Outcome(CANCELLED), True) for key in self.open.values() if record]
         self.put_ended()
 
 
@@ -116,6 +116,7 @@ class Round:
         self._clock = Clock()
         self._active: dict[Guarded, Session] = {}
         self._error: Exception | None = None
+        self._records_cancelled = True
         self._loop = GuardedLoop()
         self._loop.set_exception_handler(lambda _loop, context: _log.debug("in an agent's task: %s", context))
         self._main: asyncio.Task[None] | None = None
@@ -131,17 +132,18 @@ class Round:
                     raise self._error from None
                 if not self._clock.stopped:
                     raise RaggedRightError(_CANCELLED_OTHERS) from None
-                self._recorder.put_cancelled()
+                self._recorder.put_cancelled(record=self._records_cancelled)
             except KeyboardInterrupt:
                 self._end_all()
                 with suppress(RaggedRightError):  # it may have come in the middle of a put
-                    self._recorder.put_cancelled()
+                    self._recorder.put_cancelled(record=True)
                 raise
             finally:
                 self._close()
 
-    def cancel(self) -> None:
+    def cancel(self, *, record: bool) -> None:
         """From anywhere: end the run."""
+        self._records_cancelled = record
         self._clock.stopped = True
         with suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._stop)

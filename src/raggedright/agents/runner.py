@@ -43,10 +43,12 @@ class Runner:
         round: int,
         sessions: Sequence[tuple[Task, int]],
         greedy: bool = False,
+        resume: bool = False,
         on_done: OnDone | None = None,
     ) -> None:
         """Run all of these (task, session number) pairs until each is finished or failed in the store.
 
+        With `resume`, those that the store has as finished, or as failed for good, are left as they are.
         `on_done` gets a session's key and "finished" or "failed", once its last attempt is put. In the main thread an
         agent that blocks the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
         """
@@ -61,9 +63,11 @@ class Runner:
                 f"round {round}: session {twice[0]}/{twice[1]} is given twice; number them 0, 1, ..."
             )
         next_attempt = dict.fromkeys(pairs, 0)
-        for entry in store.list(round=round):
+        for entry in store.list(round=round):  # in the order of attempts
             if (pair := (entry.key.prompt, entry.key.session)) in next_attempt:
-                next_attempt[pair] = max(next_attempt[pair], entry.key.attempt + 1)
+                next_attempt[pair] = entry.key.attempt + 1
+                if resume and (entry.state == "finished" or entry.key.attempt + 1 >= settings.num_attempts):
+                    del next_attempt[pair], pairs[pair]
         keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
         recorder = Recorder(store, keys, on_done)
         self._round = Round(self._agent, self._engine, self._tokenizer, settings, recorder)
@@ -72,13 +76,14 @@ class Runner:
         finally:
             self._round = None
 
-    def cancel(self) -> None:
+    def cancel(self, *, record: bool = True) -> None:
         """End the run that is under way, if any: sessions that have not ended become failed (cancelled).
 
+        Without `record` the store hears nothing of them, so that they can be run later as if they never had been.
         From a signal handler or from another thread; `run` returns soon after.
         """
         if (current := self._round) is not None:
-            current.cancel()
+            current.cancel(record=record)
 
 
 def _refuse_running_loop() -> None:

@@ -25,12 +25,12 @@ examples:
   raggedright train configs/compaction.toml --parallel.dp 1 --train.rounds 20 --out runs/short
   raggedright train configs/compaction.toml --train.align lcm --dry-run
 
-Every key of the config is an option; lists and tables are given as JSON, and null is no value. Without --fresh, a run
-folder that holds a run is left alone.
+Every key of the config is an option; lists and tables are given as JSON, and null is no value. The same command again
+goes on with the run that its folder holds, from the last checkpoint.
 """
-EVENTS_FILE = "events.jsonl"
-RUN_FILES = ("config.toml", EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "report.html", "stop")
-RUN_FOLDERS = ("tensorboard", "logs", "model")
+CONFIG_FILE, EVENTS_FILE = "config.toml", "events.jsonl"
+RUN_FILES = (CONFIG_FILE, EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "report.html", "stop")
+RUN_FOLDERS = ("tensorboard", "logs", "model", "model.new", "checkpoints")
 
 
 def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[str]) -> None:
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace, source: object) -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; pip install 'raggedright[train]'") from None
-    _take_folder(config.out, fresh=args.fresh)
-    (config.out / "config.toml").write_text(dump_config(config))
+    _take_folder(config, fresh=args.fresh)
+    (config.out / CONFIG_FILE).write_text(dump_config(config))
     _train(config)
 
 
@@ -142,21 +142,32 @@ def _last_line(folder: Path, events: "RunEvents", seconds: float) -> str:
     return f"{reason} after {len(scores)} rounds in {seconds:.0f} s, {ends}{kept} in {folder}"
 
 
-def _take_folder(folder: Path, *, fresh: bool) -> None:
-    """Make the run folder, or empty it of an earlier run's files where that was asked for."""
-    held = [name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
-    if held and not fresh:
-        raise ConfigError(f"{folder} holds a run ({', '.join(held)}); give another --out, or --fresh to start anew")
-    for name in held:
+def _take_folder(config: "Config", *, fresh: bool) -> None:
+    """Make the run folder, or see whether the run in it can go on, or empty it where that was asked for."""
+    folder = config.out
+    if not fresh and (folder / CONFIG_FILE).exists():
+        _check_same_run(config)
+        return
+    for name in (*RUN_FILES, *RUN_FOLDERS) if fresh else ():
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out is {folder}: {error.strerror}; give a folder that can be made") from None
+
+
+def _check_same_run(config: "Config") -> None:
+    """Refuse to go on with a run under a config that would make it another one, and say what else differs."""
+    from raggedright.config.load import load_config
+    from raggedright.config.resume import changes
+
+    changed = changes(load_config(config.out / CONFIG_FILE), config)
+    if changed:
+        print(f"changed since the run began: {'; '.join(changed)}", flush=True)
 
 
 def _dry_run(config: "Config") -> None:

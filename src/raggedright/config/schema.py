@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from raggedright.config.sections import (
     Agent,
     Algorithm,
+    Checkpoint,
     Critic,
     Evaluation,
     Logging,
@@ -48,6 +49,7 @@ class Config(BaseSettings):
     parallel: Parallel = Parallel()
     eval: Evaluation = Evaluation()
     store: StoreSection = StoreSection()
+    checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
     @classmethod

@@ -204,6 +204,8 @@ class Parallel(Section):
     """Whole replicas, or weights sharded over the ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
+    max_restarts: Whole = 0
+    """How often to start all ranks again, from the last checkpoint, when one of them has died."""
     threads: Count | None = None
     """CPU threads of a rank; the cores over the ranks if not given."""
 
@@ -224,6 +226,15 @@ class StoreSection(Section):
     """sqlite: a file in the run folder; memory: with one rank only."""
     keep_rounds: Whole = 1
     """Rounds whose rows stay in the file for inspection."""
+
+
+class Checkpoint(Section):
+    """What a run goes on from after a crash, or after Ctrl-C."""
+
+    every: Count = 10
+    """Rounds between checkpoints; there is one at the end, too."""
+    keep: Count = 2
+    """How many to keep."""
 
 
 class Logging(Section):

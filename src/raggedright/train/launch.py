@@ -24,7 +24,7 @@ LOGS_FOLDER = "logs"
 
 def launch(config: Config) -> None:
     """Run all ranks of the run whose folder holds its config, to their end."""
-    if config.parallel.dp == 1:
+    if config.parallel.dp == 1 and not config.parallel.max_restarts:
         run_rank(config.out)
         return
     logs = config.out / LOGS_FOLDER
@@ -37,7 +37,7 @@ def launch(config: Config) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=config.parallel.max_restarts,
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGHUP",  # Ctrl-C is the ranks' to handle
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, config.parallel.dp), Std.ALL)),

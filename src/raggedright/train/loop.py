@@ -1,7 +1,11 @@
 """The training loop, the same on every rank."""
 
+import shutil
+from pathlib import Path
+
 from raggedright.config.schema import Config
 from raggedright.store.rows import prune
+from raggedright.train.checkpoint import last_checkpoint, load_checkpoint, remove_unfinished, save_checkpoint
 from raggedright.train.clock import Clock
 from raggedright.train.evaluate import evaluate
 from raggedright.train.record import Recorder
@@ -16,12 +20,15 @@ MODEL_FOLDER = "model"
 def train(config: Config, world: World) -> str:
     """Train from the first round to the last; how it ended: finished or interrupted."""
     setup = set_up(config, world)
-    recorder = Recorder(setup)
-    stop = Stop(config.out, setup.runner.cancel)
+    first = resume(setup) + 1
+    recorder = Recorder(setup, first_round=first)
+    stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:
-        reason = _rounds(setup, recorder, stop)
-        _save(setup, recorder.rounds_done)
+        reason = _rounds(setup, recorder, stop, first)
+        if recorder.rounds_done:
+            keep(setup, recorder.rounds_done)
+            export(setup)
     finally:
         stop.close()
         recorder.end(reason)
@@ -29,9 +36,21 @@ def train(config: Config, world: World) -> str:
     return reason
 
 
-def _rounds(setup: Setup, recorder: Recorder, stop: Stop) -> str:
+def resume(setup: Setup) -> int:
+    """Go back to the last checkpoint; the round that it is of, 0 without one."""
+    if setup.world.is_first:
+        remove_unfinished(setup.config.out)
+    found = setup.world.from_first(last_checkpoint(setup.config.out) or (0, Path()) if setup.world.is_first else None)
+    round, folder = found
+    if round:
+        load_checkpoint(setup, folder)
+        setup.publish_weights(version=round)
+    return round
+
+
+def _rounds(setup: Setup, recorder: Recorder, stop: Stop, first: int) -> str:
     config, world = setup.config, setup.world
-    for round in range(1, config.train.rounds + 1):
+    for round in range(first, config.train.rounds + 1):
         clock = Clock()
         with clock("rollout"):
             sessions = [] if stop.requested else run_sessions(setup, round)
@@ -40,13 +59,24 @@ def _rounds(setup: Setup, recorder: Recorder, stop: Stop) -> str:
         recorder.round(round, train_round(setup, round, sessions, clock))
         if config.eval.every and (round % config.eval.every == 0 or round == config.train.rounds):
             recorder.evaluation(round, evaluate(setup, round))
+        if round % config.checkpoint.every == 0:
+            keep(setup, round)
     return "finished"
 
 
-def _save(setup: Setup, rounds_done: int) -> None:
-    """Leave the trained model in transformers' format, and then only the last rounds' rows."""
-    if setup.world.is_first and rounds_done:
-        folder = setup.config.out / MODEL_FOLDER
-        setup.whole.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-        setup.tokenizer.save_pretrained(folder)
-        prune(setup.store, durable_round=rounds_done, keep_rounds=setup.config.store.keep_rounds)
+def keep(setup: Setup, round: int) -> None:
+    """Write a checkpoint; what it contains is then final, and older rows are needed no more."""
+    save_checkpoint(setup, round)
+    if setup.world.is_first:
+        prune(setup.store, durable_round=round, keep_rounds=setup.config.store.keep_rounds)
+
+
+def export(setup: Setup) -> None:
+    """Leave the trained model in transformers' format, in place of an earlier one."""
+    if setup.world.is_first:
+        folder, new = setup.config.out / MODEL_FOLDER, setup.config.out / f"{MODEL_FOLDER}.new"
+        shutil.rmtree(new, ignore_errors=True)
+        setup.whole.save_pretrained(new)  # pyright: ignore[reportCallIssue]
+        setup.tokenizer.save_pretrained(new)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)

@@ -15,7 +15,7 @@ SECONDS_A_LINE = 5.0
 class Progress:
     """Shows a run as it goes; plain lines come every few seconds, and for the first and the last round."""
 
-    def __init__(self, num_rounds: int, console: Console | None = None) -> None:
+    def __init__(self, num_rounds: int, *, done: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
         self._num_rounds = num_rounds
         self._began = self._last_line = monotonic()
@@ -33,7 +33,7 @@ class Progress:
                 console=self._console,
                 expand=True,
             )
-            self._task = self._bar.add_task("", total=num_rounds, words="first round")
+            self._task = self._bar.add_task("", total=num_rounds, completed=done, words="first round")
             self._bar.start()
 
     def round(self, round: int, result: RoundResult) -> None:

@@ -24,15 +24,17 @@ COLUMNS = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens"
 class Recorder:
     """Writes a run down; on ranks other than the first it does nothing."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, first_round: int = 1) -> None:
         self.setup, self.config = setup, setup.config
         self.began = perf_counter()
-        self.rounds_done = 0
+        self.rounds_done = first_round - 1
         if not setup.world.is_first:
             return
         self.log = EventLog(self.config.out / EVENTS_FILE)
-        self.board = _board(self.config.out / TENSORBOARD_FOLDER) if self.config.logging.tensorboard else None
-        self.progress = Progress(self.config.train.rounds)
+        self.board = _board(self.config.out, first_round) if self.config.logging.tensorboard else None
+        self.progress = Progress(self.config.train.rounds, done=self.rounds_done)
+        if found := found_words(setup, first_round):
+            self.progress.say(found)
         self.log.write(
             "start",
             time=_now(),
@@ -40,6 +42,7 @@ class Recorder:
             config=self.config.model_dump(mode="json"),
             layout=self.config.layout(self.config.train.rounds),
             num_parameters=sum(p.numel() for p in setup.actor.model.parameters()),
+            resumed_from=self.rounds_done,
             world={"dp": setup.world.dp_size, "device": setup.world.device.type},
         )
 
@@ -107,7 +110,23 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _board(folder: Path) -> "SummaryWriter":
+def found_words(setup: Setup, first_round: int) -> str:
+    """What a run that goes on has found, and what comes next; nothing for one that begins."""
+    sessions = setup.store.list(round=first_round)
+    if first_round == 1 and not sessions:
+        return ""
+    config = setup.config
+    num_sessions = config.train.batch_size * config.rollout.n
+    num_finished = sum(entry.state == "finished" for entry in sessions)
+    checkpoint = f"the checkpoint of round {first_round - 1}" if first_round > 1 else "no checkpoint"
+    left = max(0, config.train.rounds - first_round + 1)
+    return (
+        f"resuming {config.out}: found {checkpoint} and {num_finished:,} of {num_sessions:,} sessions of round "
+        f"{first_round}; {left:,} of {config.train.rounds:,} rounds to go"
+    )
+
+
+def _board(run_folder: Path, first_round: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(run_folder / TENSORBOARD_FOLDER), purge_step=first_round)

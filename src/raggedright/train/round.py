@@ -40,11 +40,11 @@ class RoundResult:
 
 
 def run_sessions(setup: Setup, round: int) -> list[tuple[str, int]]:
-    """Run this rank's share of the round's sessions; all of them by name."""
+    """Run this rank's share of the round's sessions, but for those that the store has; all of them by name."""
     config = setup.config
     tasks = setup.tasks.of_round(round, config.train.batch_size)
     sessions = [(task, session) for task in tasks for session in range(config.rollout.n)]
-    setup.runner.run(setup.store, round=round, sessions=setup.world.share(sessions))
+    setup.runner.run(setup.store, round=round, sessions=setup.world.share(sessions), resume=True)
     return [(task.uid, session) for task, session in sessions]
 
 

@@ -1,5 +1,10 @@
-"""Hypothesis profiles: examples are the same in every run, so that a failure is a failure everywhere."""
+"""Hypothesis profiles, whose examples are the same in every run so that a failure is one everywhere; real mounts."""
 
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -11,3 +16,21 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2_500)
 settings.load_profile("default")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many megabytes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount_it(megabytes: int) -> Path:
+        told = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", disk], capture_output=True, text=True
+        )
+        if told.returncode:
+            pytest.skip(f"mounting is not permitted here: {told.stderr.strip()}")
+        return disk
+
+    yield mount_it
+    subprocess.run(["umount", "-l", disk], capture_output=True)

@@ -24,10 +24,10 @@ SMALL: dict[str, dict[str, object]] = {
 def start(folder: Path, agent: str, *options: str) -> subprocess.Popen[str]:
     """A run of an agent of `train_agents`, in a process group of its own, in folder/run."""
     folder.mkdir(exist_ok=True)
-    config = (
-        write_run(folder / "config", SMALL, {"agent": {"name": f"integration.train_agents:{agent}"}}) / "config.toml"
-    )
-    command = [sys.executable, "-m", "raggedright", "train", str(config), "--out", str(folder / "run"), *options]
+    file = folder / "config" / "config.toml"
+    if not file.exists():
+        write_run(file.parent, SMALL, {"agent": {"name": f"integration.train_agents:{agent}"}})
+    command = [sys.executable, "-m", "raggedright", "train", str(file), "--out", str(folder / "run"), *options]
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "TASKS_FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -69,12 +69,17 @@ def test_a_run_on_two_ranks_ends_with_the_reports_path_and_all_files(tmp_path: P
     assert "37" in report.read_text()
 
 
-def test_a_folder_that_holds_a_run_is_left_alone_unless_asked(tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").write_text("")
-    code, _, err = run(tmp_path, "healthy")
+def test_the_same_command_goes_on_with_the_run_in_its_folder(tmp_path: Path):
+    code, _, err = run(tmp_path, "healthy", "--train.rounds", "2")
+    assert code == 0, err
+    code, _, err = run(tmp_path, "healthy", "--rollout.n", "2")
     assert code == 1
-    assert "holds a run (events.jsonl); give another --out, or --fresh" in err
+    assert "rollout.n 4 -> 2; give those keys their old values, another --out, or --fresh" in err
+    code, out, err = run(tmp_path, "healthy", "--train.rounds", "3")
+    assert code == 0, err
+    assert "changed since the run began: train.rounds 2 -> 3" in out
+    assert "found the checkpoint of round 2 and 0 of 32 sessions of round 3; 1 of 3 rounds to go" in out
+    assert "finished after 3 rounds" in out
 
 
 def test_a_zoo_of_misbehaving_agents_does_not_stop_the_run_and_the_ledger_names_each(tmp_path: Path):
@@ -115,7 +120,7 @@ def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, err
     assert "interrupted after 1 rounds" in out
-    assert "kept: 1 rounds' events, the model" in out
+    assert "kept: 1 rounds' events, the checkpoint of round 1, the model" in out
     assert events_of(tmp_path, "end")[0]["reason"] == "interrupted"
     assert "Traceback" not in err
 
@@ -142,3 +147,22 @@ def test_a_dry_run_prints_the_resolved_config_and_a_plan_and_starts_nothing(tmp_
     assert 'align = "lcm"' in out
     assert "optimizer" in out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_launcher_that_is_killed_takes_its_ranks_along_and_two_runs_cannot_share_a_folder(tmp_path: Path):
+    process = start(tmp_path, "waits", "--parallel.dp", "2", "--rollout.timeout", "600")
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    code, _, err = run(tmp_path, "waits")
+    assert code == 1
+    assert "is being trained in by another process" in err
+    ranks = [int(pid) for pid in (Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()).split()]
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(ranks) >= 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

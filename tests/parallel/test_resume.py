@@ -1,6 +1,8 @@
 """A run that was cut goes on as if it had not been."""
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,29 @@ def test_only_the_newest_checkpoints_are_kept_and_half_written_ones_removed(whol
     train_one(whole, ALONE)  # nothing is left to do
     names = sorted(path.name for path in (whole / "checkpoints").iterdir())
     assert names == ["round-000003", "round-000004", "round-000099.tmp"]
+
+
+def test_a_full_disk_at_a_checkpoint_stops_the_run_and_leaves_the_last_one_good(
+    monkeypatch: pytest.MonkeyPatch, whole: Path, mount: Callable[[int], Path]
+):
+    disk = mount(16)
+    folder = write_run(disk / "run", LONG)
+
+    def train_and_fill(setup, number, *args):
+        result = train_round(setup, number, *args)
+        if number == 3:
+            with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            with (disk / "filler").open("r+b") as file:
+                file.truncate((disk / "filler").stat().st_size - 32 * 1024)  # room for the events, not for weights
+        return result
+
+    train_round = loop.train_round
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_round", train_and_fill)
+        with pytest.raises(TrainError, match=r"checkpoint of round 3 cannot be written.*round-000002"):
+            loop.train(load_config(folder / "config.toml"), ALONE)
+    (disk / "filler").unlink()
+    train_one(folder, ALONE)
+    assert distance(weights_of(folder), weights_of(whole)) == 0

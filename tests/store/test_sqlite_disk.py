@@ -1,7 +1,7 @@
 """A disk that is full and a file system that is read-only: real mounts, since root ignores permission bits."""
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,24 +10,6 @@ import torch
 from raggedright.store.protocol import StoreError
 from raggedright.store.sqlite import SqliteStore
 from store.values import bare, key, row, same, tokens
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of so many megabytes."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def mount_it(megabytes: int) -> Path:
-        told = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", disk], capture_output=True, text=True
-        )
-        if told.returncode:
-            pytest.skip(f"mounting is not permitted here: {told.stderr.strip()}")
-        return disk
-
-    yield mount_it
-    subprocess.run(["umount", "-l", disk], capture_output=True)
 
 
 def remount(disk: Path, how: str) -> None:

@@ -1,11 +1,13 @@
 """`raggedright train CONFIG`: the training run that a config describes, with any of its keys from the command line."""
 
 import argparse
+import fcntl
 import random
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,7 @@ examples:
 Every key of the config is an option; lists and tables are given as JSON, and null is no value. The same command again
 goes on with the run that its folder holds, from the last checkpoint.
 """
-CONFIG_FILE, EVENTS_FILE = "config.toml", "events.jsonl"
+CONFIG_FILE, EVENTS_FILE, LOCK_FILE = "config.toml", "events.jsonl", "lock"
 RUN_FILES = (CONFIG_FILE, EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "report.html", "stop")
 RUN_FOLDERS = ("tensorboard", "logs", "model", "model.new", "checkpoints")
 
@@ -81,9 +83,10 @@ def run(args: argparse.Namespace, source: object) -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; pip install 'raggedright[train]'") from None
-    _take_folder(config, fresh=args.fresh)
-    (config.out / CONFIG_FILE).write_text(dump_config(config))
-    _train(config)
+    with _alone_in(config.out):
+        _take_folder(config, fresh=args.fresh)
+        (config.out / CONFIG_FILE).write_text(dump_config(config))
+        _train(config)
 
 
 def _with_unknown(values: Mapping[str, object], unknown: Sequence[str]) -> dict[str, object]:
@@ -138,12 +141,31 @@ def _last_line(folder: Path, events: "RunEvents", seconds: float) -> str:
     scores = [round.metrics["critic/score/mean"] for round in events.rounds if "critic/score/mean" in round.metrics]
     few = min(10, len(scores))
     ends = f"score {sum(scores[:few]) / few:.3f} -> {sum(scores[-few:]) / few:.3f}" if few else "no round trained"
-    kept = f"; kept: {len(scores)} rounds' events" + (", the model" if (folder / "model").is_dir() else "")
+    checkpoints = sorted((folder / "checkpoints").glob("round-*"))
+    kept = f"; kept: {len(scores)} rounds' events"
+    kept += f", the checkpoint of round {int(checkpoints[-1].name[6:])}" if checkpoints else ""
+    kept += ", the model" if (folder / "model").is_dir() else ""
     return f"{reason} after {len(scores)} rounds in {seconds:.0f} s, {ends}{kept} in {folder}"
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the run folder, made if it is not there, so that no second run writes into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("w")
+    except OSError as error:
+        raise ConfigError(f"out is {folder}: {error.strerror}; give a folder that can be written") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder} is being trained in by another process; wait for it, or give --out") from None
+        yield
+
+
 def _take_folder(config: "Config", *, fresh: bool) -> None:
-    """Make the run folder, or see whether the run in it can go on, or empty it where that was asked for."""
+    """See whether the run in the folder can go on, or remove it where that was asked for."""
     folder = config.out
     if not fresh and (folder / CONFIG_FILE).exists():
         _check_same_run(config)
@@ -154,10 +176,6 @@ def _take_folder(config: "Config", *, fresh: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out is {folder}: {error.strerror}; give a folder that can be made") from None
 
 
 def _check_same_run(config: "Config") -> None:

@@ -1,6 +1,8 @@
 """The training loop, the same on every rank."""
 
+import errno
 import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from raggedright.config.schema import Config
@@ -12,9 +14,10 @@ from raggedright.train.record import Recorder
 from raggedright.train.round import run_sessions, train_round
 from raggedright.train.setup import Setup, set_up
 from raggedright.train.stop import Stop
-from raggedright.train.world import World
+from raggedright.train.world import TrainError, World
 
 MODEL_FOLDER = "model"
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def train(config: Config, world: World) -> str:
@@ -29,11 +32,22 @@ def train(config: Config, world: World) -> str:
         if recorder.rounds_done:
             keep(setup, recorder.rounds_done)
             export(setup)
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        raise TrainError(_disk_words(config, error)) from error
     finally:
         stop.close()
-        recorder.end(reason)
+        with suppress(OSError) if reason == "failed" else nullcontext():  # the first error says more
+            recorder.end(reason)
         setup.close()
     return reason
+
+
+def _disk_words(config: Config, error: OSError) -> str:
+    last = last_checkpoint(config.out)
+    good = f"the last checkpoint, of round {last[0]}, is good" if last else "there is no checkpoint yet"
+    return f"{config.out}: {error.strerror}; {good}; mend it, and run the same command again"
 
 
 def resume(setup: Setup) -> int:

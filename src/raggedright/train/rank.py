@@ -1,6 +1,8 @@
 """One rank of a run: `python -m raggedright.train.rank RUN_FOLDER`, started by the launcher."""
 
+import ctypes
 import gc
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from raggedright.train.loop import train
 from raggedright.train.world import join_world
 
 CONFIG_FILE = "config.toml"
+PR_SET_PDEATHSIG = 1
 
 
 def run_rank(folder: Path) -> str:
@@ -30,6 +33,7 @@ def run_rank(folder: Path) -> str:
 
 def main() -> int:
     """What goes wrong is left for the launcher in the file that it named; a fault of ours is a traceback, too."""
+    _end_with_launcher()
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -41,6 +45,12 @@ def main() -> int:
         handler.record_exception(error)
         raise
     return 0
+
+
+def _end_with_launcher() -> None:
+    """Have Linux end this process when the launcher dies, however it does: no rank is to train on unseen."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,149 @@
+"""One round of `configs/smollm2.toml`, as a user runs it, with a real tokenizer, template and model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from raggedright.config import load_config
+from raggedright.store.sqlite import SqliteStore
+from raggedright.train.round import ROW_FIELDS
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "smollm2.toml"
+TEMPERATURE = 0.7
+SMALL = {
+    "train.rounds": 1, "train.batch_size": 2, "train.mini_batch_size": 2, "rollout.max_tokens": 12, "parallel.dp": 1,
+    "rollout.temperature": TEMPERATURE,
+}  # fmt: skip
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
+
+
+class Run(NamedTuple):
+    folder: Path
+    out: str
+    err: str
+
+
+def start(*command: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.fixture(scope="module")
+def model_folder() -> Path:
+    made = start("examples/smollm2/convert.py")
+    if "cannot be downloaded" in made.stderr:
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+    path = load_config(CONFIG).model.path
+    assert path
+    return ROOT / path
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("smollm2") / "run"
+    options = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    done = start("-m", "raggedright", "train", str(CONFIG), "--out", str(folder), *options)
+    assert done.returncode == 0, done.stderr
+    return Run(folder, done.stdout, done.stderr)
+
+
+def loaded(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+class Row(NamedTuple):
+    prompt: str
+    score: float
+    ids: list[int]
+    prompt_tokens: int
+    log_probs: torch.Tensor
+
+
+def rows_of(folder: Path) -> list[Row]:
+    """The round's rows; each session has one."""
+    with SqliteStore(folder / "rows.db", read_only=True) as store:
+        sessions = store.list(round=1)
+        fields = store.get([session.rows[0].key for session in sessions], ROW_FIELDS)
+    rows = []
+    for session, row in zip(sessions, fields, strict=True):
+        ids, log_probs = row["input_ids"], row["rollout_log_probs"]
+        assert isinstance(ids, torch.Tensor)
+        assert isinstance(log_probs, torch.Tensor)
+        assert session.score is not None
+        rows.append(Row(session.key.prompt, session.score, ids.tolist(), session.rows[0].prompt_tokens, log_probs))
+    return rows
+
+
+@torch.no_grad()
+def log_probs_of(model: PreTrainedModel, row: Row) -> torch.Tensor:
+    """Of a row's reply, by the model alone: no cache, no packing, no neighbours."""
+    ids = torch.tensor([row.ids])
+    logits = model(input_ids=ids).logits[0, row.prompt_tokens - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(-1, ids[0, row.prompt_tokens :, None])[:, 0]
+
+
+def test_the_converted_model_answers_a_question_and_ends_its_turn(model_folder: Path) -> None:
+    model, tokenizer = loaded(model_folder)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(str(prompt), return_tensors="pt", add_special_tokens=False).input_ids
+    ask = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    new = model.generate(ids, **ask)[0, ids.shape[1] :]  # pyright: ignore[reportCallIssue]
+    assert tokenizer.decode(new) == "The capital of France is Paris.<|im_end|>"
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("  12 a")) == ["ĠĠ", "1", "2", "Ġa"]
+
+
+def test_the_round_is_a_real_one_and_says_so(run: Run) -> None:
+    assert run.out.rstrip().endswith(f"report: {run.folder / 'report.html'}")
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "round"]
+    metrics = event["metrics"]
+    assert event["failed"] == []
+    assert event["sessions"] == event["rows"] == 8
+    assert 0 < metrics["actor/grad_norm"] < 1e3
+    assert abs(metrics["rollout_corr/kl"]) < 1e-4
+    assert "arning" not in run.err
+
+
+def test_rows_hold_the_chat_as_the_template_writes_it_and_the_log_probs_of_the_first_weights(
+    run: Run, model_folder: Path
+) -> None:
+    model, tokenizer = loaded(model_folder)
+    for row in rows_of(run.folder):
+        prompt, reply = row.ids[: row.prompt_tokens], row.ids[row.prompt_tokens :]
+        text = tokenizer.decode(prompt)
+        assert isinstance(text, str)
+        assert text.startswith("<|im_start|>system\nAnswer with a number.<|im_end|>\n<|im_start|>user\n")
+        assert text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
+        assert tokenizer.eos_token_id not in reply[:-1]
+        torch.testing.assert_close(row.log_probs, log_probs_of(model, row), rtol=0, atol=1e-3)
+
+
+def test_the_export_has_the_trainers_weights_and_has_learnt_from_the_round(run: Run, model_folder: Path) -> None:
+    """The reward of each reply is more likely to be had: log-probs rise where a score is above its group's mean."""
+    before, _ = loaded(model_folder)
+    after, tokenizer = loaded(run.folder / "model")
+    state = {name: torch.empty_like(weight) for name, weight in after.state_dict().items()}
+    load({"actor model": state}, checkpoint_id=run.folder / "checkpoints" / "round-000001", no_dist=True)
+    for name, weight in after.state_dict().items():
+        assert torch.equal(weight, state[name]), name
+    rows = rows_of(run.folder)
+    gain = 0.0
+    for row in rows:
+        group = [other.score for other in rows if other.prompt == row.prompt]
+        change = log_probs_of(after, row).sum() - log_probs_of(before, row).sum()
+        gain += (row.score - sum(group) / len(group)) * float(change)
+    assert gain > 0
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.chat_template

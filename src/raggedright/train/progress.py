@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from time import monotonic
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from raggedright.train.round import RoundResult
@@ -25,13 +25,11 @@ class Progress:
             self._bar = Bar(
                 TextColumn("round"),
                 MofNCompleteColumn(),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=12),
                 TextColumn("{task.fields[words]}"),
-                TimeElapsedColumn(),
+                TimeRemainingColumn(compact=True),
                 TextColumn("left"),
-                TimeRemainingColumn(),
                 console=self._console,
-                expand=True,
             )
             self._task = self._bar.add_task("", total=num_rounds, completed=done, words="first round")
             self._bar.start()

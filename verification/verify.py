@@ -23,7 +23,7 @@ SEEDS = (101, 102, 103, 104, 105)
 FEW = 10  # rounds that a score is the mean of
 HEAD = (
     "run", "score, first round", "score, last 10 rounds", "exact match, last 10", "rows a round",
-    "rows a session, last", "optimizer steps", "time", "learnt",
+    "rows a session, last", "optimizer steps", "learnt",
 )  # fmt: skip
 START, END = 0.1, 0.8  # the score is below the one at the start and at least the other at the end
 
@@ -93,10 +93,9 @@ def verify(jobs: list[Job]) -> bool:
         rows = [round.rows or 0 for round in events.rounds]
         of_session = curve(events, "rows_per_session/mean")[-1]
         steps = sum(round.optimizer_steps or 0 for round in events.rounds)
-        seconds = events.end.seconds if events.end else None
         lines.append(
             f"| {job.name} | {first:.3f} | {last:.3f} | {mean(exact[-FEW:]):.3f} | {min(rows):,}-{max(rows):,} | "
-            f"{of_session:.2f} | {steps:,} | {seconds or 0:.0f} s | {'yes' if good else 'NO'} |"
+            f"{of_session:.2f} | {steps:,} | {'yes' if good else 'NO'} |"
         )
         panels.append(Panel(job.name, {"score": scores, "exact match": exact}))
     table = "\n".join([f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD), *lines])

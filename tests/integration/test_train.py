@@ -133,6 +133,15 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path):
     assert "after 1 rounds" in out
 
 
+@pytest.mark.xdist_group("launch")
+def test_ranks_are_started_again_from_the_last_checkpoint_where_that_is_asked_for(tmp_path: Path):
+    code, out, err = run(tmp_path, "dies_once", "--parallel.dp", "2", "--max-restarts", "1", "--checkpoint.every", "1")
+    assert code == 0, err
+    assert "found the checkpoint of round 1" in out
+    assert "finished after 3 rounds" in out
+    assert [event["round"] for event in events_of(tmp_path, "round")] == [1, 2, 3]
+
+
 def test_when_every_session_fails_the_run_stops_with_the_first_cause(tmp_path: Path):
     code, _, err = run(tmp_path, "raises")
     assert code == 1

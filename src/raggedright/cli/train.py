@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -44,10 +44,16 @@ def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[st
         description="Train, round by round, and write a report.",
         epilog=EXAMPLES,
     )
-    parser.usage = "raggedright train CONFIG [--dry-run] [--fresh] [--KEY VALUE ...]"
+    parser.usage = "raggedright train CONFIG [--dry-run] [--fresh] [--max-restarts K] [--KEY VALUE ...]"
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     parser.add_argument("--dry-run", action="store_true", help="print the config and a made-up round's plan, and stop")
     parser.add_argument("--fresh", action="store_true", help="remove the run that is in the run folder, and start anew")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="K",
+        help="start all ranks again so often when one dies",
+    )
     source = None
     if "train" in argv:
         from pydantic_settings import CliSettingsSource
@@ -72,7 +78,10 @@ def run(args: argparse.Namespace, source: object) -> None:
     from raggedright.config.load import dump_config, load_config
 
     assert isinstance(source, CliSettingsSource)
-    config = load_config(args.config, _with_unknown(source(parsed_args=args)(), args.unknown))
+    overrides = _with_unknown(source(parsed_args=args)(), args.unknown)
+    if args.max_restarts is not None:
+        overrides["parallel"] = {**cast(dict, overrides.get("parallel", {})), "max_restarts": args.max_restarts}
+    config = load_config(args.config, overrides)
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     if args.dry_run:

@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, RaggedRightError
@@ -94,9 +96,12 @@ def join_world(config: Config) -> World:
         torch.set_num_threads(parallel.threads or max(1, (os.cpu_count() or 1) // parallel.dp))
     if parallel.dp == 1:
         return World(0, 1, device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=_longest_rollout(config) + PATIENCE)
-    )
+    timeout = timedelta(seconds=_longest_rollout(config) + PATIENCE)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store still has the last one's addresses
+    named = PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 

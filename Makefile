@@ -1,13 +1,17 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train verify verify-curves test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout config-page picture clean
+.PHONY: help train train-smollm2 verify verify-curves test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train config-page picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
 help: ## what there is to run
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 train: .venv/installed ## the verification run: dp 2, 45 prompts x 8 sessions, mini-batches of 15 prompts
 	$(BIN)/raggedright train configs/compaction.toml --fresh $(ARGS)
+
+train-smollm2: .venv/installed ## a real model, SmolLM2-135M: fetch and convert it once, then three rounds, a few minutes
+	$(BIN)/python examples/smollm2/convert.py
+	$(BIN)/raggedright train configs/smollm2.toml --fresh $(ARGS)
 
 verify: .venv/installed ## the verification runs: five seeds and four other ways to train; writes docs/verification.md
 	$(BIN)/python verification/verify.py $(ARGS)
@@ -47,12 +51,15 @@ config-page: .venv/installed ## every key of the config, docs/config.md
 bench-rollout: .venv/installed ## the local rollout engine beside transformers' own generate
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_rollout.py
 
+bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows, about 10 minutes (ARGS=--quick)
+	$(BIN)/python benchmarks/bench_train.py $(ARGS)
+
 picture: .venv/installed ## the picture in the README, docs/plan.svg
 	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \
 	  --micro-batch-tokens 2048 --format svg > docs/plan.svg
 
 clean: ## remove the virtual environments and caches
-	rm -rf .venv .venv-verl .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-verl .venv-trl .pytest_cache .ruff_cache .hypothesis build dist
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -64,4 +71,10 @@ clean: ## remove the virtual environments and caches
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install -q -c constraints-verl.txt torch==2.13.0
 	.venv-verl/bin/pip install -q -c constraints-verl.txt verl==0.9.1 pytest hypothesis
+	touch $@
+
+.venv-trl/installed: constraints-trl.txt
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install -q -c constraints-trl.txt torch==2.13.0
+	.venv-trl/bin/pip install -q -c constraints-trl.txt trl==1.16.0
 	touch $@

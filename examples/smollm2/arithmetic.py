@@ -1,7 +1,8 @@
 """Arithmetic in words, and what a reply is worth: the tasks and the reward of configs/smollm2.toml.
 
-Task i depends on (i, seed) alone. A reply is right if the last number in it is the answer; a right one is worth a
-little more the shorter it is, so that a group in which all are right still has something to learn from.
+Task i depends on (i, seed) alone. The answer is never one of the question's numbers, so a reply that has it is right. A
+part of the reward is for being short, so that a group in which all are right, or all are wrong, has something to learn
+from, too.
 """
 
 import random
@@ -11,15 +12,15 @@ from raggedright.agents.session import Task
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps")
-BREVITY = 0.2  # of a right reply's reward, lost evenly over LONG characters
-LONG = 100
+RIGHT, SHORT = 0.8, 0.2
+LONG = 100  # characters; a reply of as many is not short at all
 
 
 def task(index: int, seed: int) -> dict[str, object]:
-    """A question with numbers up to 20, and its answer."""
+    """A question with numbers up to 17, and its answer."""
     chance = random.Random(f"{seed}/{index}")
     name, things = chance.choice(NAMES), chance.choice(THINGS)
-    a, b = chance.randint(2, 12), chance.randint(2, 8)
+    a, b = chance.sample(range(2, 10), 2)
     text, answer = chance.choice(
         (
             (f"{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?", a + b),
@@ -31,8 +32,8 @@ def task(index: int, seed: int) -> dict[str, object]:
 
 
 def reward(task: Task, reply: str) -> float:
-    """1 for the shortest right reply, 0.8 for a right one of LONG characters or more, 0 for any other."""
-    numbers = re.findall(r"\d+", reply)
-    if not numbers or int(numbers[-1]) != task.data["answer"]:
+    """RIGHT for the right number, and up to SHORT for a reply with any number."""
+    numbers = [int(number) for number in re.findall(r"\d+", reply)]
+    if not numbers:
         return 0.0
-    return 1.0 - BREVITY * min(1.0, len(reply) / LONG)
+    return RIGHT * (task.data["answer"] in numbers) + SHORT * max(0.0, 1.0 - len(reply) / LONG)

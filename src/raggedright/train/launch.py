@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from raggedright.config.schema import Config
 from raggedright.train.rank import run_rank
 from raggedright.train.stop import STOP_FILE
-from raggedright.train.world import TrainError
+from raggedright.train.world import TrainError, num_threads
 
 LOGS_FOLDER = "logs"
 
@@ -42,7 +42,7 @@ def launch(config: Config) -> None:
         signals_to_handle="SIGTERM,SIGHUP",  # Ctrl-C is the ranks' to handle
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, config.parallel.dp), Std.ALL)),
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(config)))
+    os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     before = signal.signal(signal.SIGINT, lambda number, frame: _ask_to_stop(config.out))
     try:
@@ -54,10 +54,6 @@ def launch(config: Config) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
         (config.out / STOP_FILE).unlink(missing_ok=True)
-
-
-def _threads(config: Config) -> int:
-    return config.parallel.threads or max(1, (os.cpu_count() or 1) // config.parallel.dp)
 
 
 def _loopback() -> str:

@@ -93,7 +93,7 @@ def join_world(config: Config) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(parallel.threads or max(1, (os.cpu_count() or 1) // parallel.dp))
+        torch.set_num_threads(num_threads(config))
     if parallel.dp == 1:
         return World(0, 1, device)
     timeout = timedelta(seconds=_longest_rollout(config) + PATIENCE)
@@ -103,6 +103,13 @@ def join_world(config: Config) -> World:
     named = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def num_threads(config: Config) -> int:
+    """CPU threads of a rank: the config's, the environment's, or the cores over the ranks."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    shared = int(given) if given.isdigit() else (os.cpu_count() or 1) // config.parallel.dp
+    return config.parallel.threads or max(1, shared)
 
 
 def _longest_rollout(config: Config) -> float:

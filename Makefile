@@ -51,7 +51,7 @@ config-page: .venv/installed ## every key of the config, docs/config.md
 bench-rollout: .venv/installed ## the local rollout engine beside transformers' own generate
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_rollout.py
 
-bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows, about 10 minutes (ARGS=--quick)
+bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_train.py $(ARGS)
 
 picture: .venv/installed ## the picture in the README, docs/plan.svg

@@ -17,11 +17,11 @@ async def delegate(task: Task, session: Session) -> float:
     """One trajectory a worker, all at once, then one of the main agent."""
     digits = digits_of(task)
     own, *others = cut(digits, session.random, max_chunks=3)
-    workers = [session.trajectory(f"w{''.join(chunk)}=", role="worker") for chunk in others]
+    workers = [session.trajectory(f"-:{''.join(chunk)}=", role="worker") for chunk in others]
     replies = await asyncio.gather(*(worker.generate(max_tokens=REPLY_TOKENS) for worker in workers))
     reports = [digit_of(reply, session.tokenizer) for reply in replies]
     if None in reports:
         return score(session, None, digits)
-    main = session.trajectory(f"m{''.join(own)}|{''.join(map(str, reports))}=", role="main")
+    main = session.trajectory(f"{''.join(map(str, reports)) or '-'}:{''.join(own)}=", role="main")
     answer = digit_of(await main.generate(max_tokens=REPLY_TOKENS), session.tokenizer)
     return score(session, answer, digits)

@@ -8,10 +8,9 @@ started and nothing else.
 import asyncio
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
 from inspect import isawaitable
 from typing import NamedTuple
 
@@ -29,6 +28,8 @@ from raggedright.store.protocol import NewRow, SessionKey, Store
 MOST_GRACE = 1.0  # seconds between cancelling an agent and leaving it behind
 CANCELLED = "cancelled"
 _CANCELLED_OTHERS = "an agent cancelled tasks that are not its own (asyncio.all_tasks has all); cancel what it started"
+
+_PLAIN = (str, int, float, bool, type(None))
 
 OnDone = Callable[[SessionKey, str], None]
 
@@ -195,7 +196,7 @@ class Round:
 
     async def _call(self, session: Session) -> object:
         # A copy, because sessions of a prompt share a task, and what one does to it must not reach the others.
-        session.task = replace(session.task, data=deepcopy(session.task.data))
+        session.task = Task(uid=session.task.uid, data=_copied(session.task.data))
         awaitable = self._agent(session.task, session)
         if not isawaitable(awaitable):
             raise SessionError(f"the agent returned a {type(awaitable).__name__} at once; make it `async def`")
@@ -255,6 +256,17 @@ class Round:
             for task in asyncio.all_tasks(self._loop):
                 _leave_behind(task)
             self._loop.close()
+
+
+def _copied(data: Mapping[str, object]) -> Mapping[str, object]:
+    """A deep copy; most tasks are a dict of plain values and lists of them, for which deepcopy takes its time."""
+    copied: dict[str, object] = {}
+    for name, value in data.items() if type(data) is dict else ():
+        if type(value) is list and all(type(item) in _PLAIN for item in value):
+            copied[name] = value.copy()
+        elif type(value) in _PLAIN:
+            copied[name] = value
+    return copied if type(data) is dict and len(copied) == len(data) else deepcopy(data)
 
 
 def _outcome(running: asyncio.Task[object], session: Session, guard: Guarded) -> _Outcome:

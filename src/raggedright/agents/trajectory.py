@@ -7,6 +7,7 @@ has room left, a generation gets at most that room and ends with "length"; where
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from raggedright.agents.session import Session
 
 Generate = Callable[[Request], Awaitable[Generation]]
+
+
+@lru_cache(maxsize=1024)
+def _limited(sampling: Sampling, max_tokens: int, texts: tuple[str, ...]) -> Sampling:
+    """The settings of one generation; a run has few that differ, and checking them costs as much as a small model."""
+    return replace(sampling, max_tokens=max_tokens, stop_texts=(*sampling.stop_texts, *texts))
 
 
 class Reply(NamedTuple):
@@ -141,11 +148,10 @@ class Trajectory:
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in texts):
             raise SessionError(f"row {self.name}: stop is {stop!r:.60}; it takes texts of one character or more")
-        if self._room < 1:
+        room = self._room
+        if room < 1:
             raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
-        return replace(
-            settings.sampling, max_tokens=min(most, self._room), stop_texts=(*settings.sampling.stop_texts, *texts)
-        )
+        return _limited(settings.sampling, min(most, room), texts)
 
     def _encode(self, tokens: Tokens) -> list[int]:
         if not isinstance(tokens, str) and not is_chat(tokens):

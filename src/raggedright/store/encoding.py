@@ -36,6 +36,9 @@ _RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes that end with their own CRC-32
 _TYPE_NAMES = {dtype: str(dtype) for dtype in TORCH.values()}
 _TORCH_HEADS = {dtype: b"x" + bytes([len(name)]) + name.encode() for name, dtype in TORCH.items()}
 _LIKE_NUMPY = frozenset(dtype for name, dtype in TORCH.items() if hasattr(np, name) and not dtype.is_complex)
+# All that stands before the count of a vector's values; a boolean's values have to be looked at one by one.
+_VECTOR_PREFIXES = {dtype: VERSION + _TORCH_HEADS[dtype] + b"\x01" for dtype in _LIKE_NUMPY if dtype != torch.bool}
+_VECTORS = {prefix: dtype for dtype, prefix in _VECTOR_PREFIXES.items()}
 _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
 
@@ -72,6 +75,8 @@ def decode_field(key: Key, name: str, data: object) -> object:
 
 def encode(value: object) -> bytes:
     """One value as bytes; an error says what cannot be one, without a subject."""
+    if type(value) is Tensor and (whole := _encode_vector(value)) is not None:
+        return whole
     parts: list[bytes | memoryview] = [VERSION]
     _write(value, parts, 0)
     size = sum(map(len, parts))
@@ -83,12 +88,41 @@ def encode(value: object) -> bytes:
     return b"".join([*parts, crc.to_bytes(4, "little")])
 
 
+def _encode_vector(value: Tensor) -> bytes | None:
+    """The bytes of a plain vector at once, since most fields are one; None for whatever is not."""
+    prefix = _VECTOR_PREFIXES.get(value.dtype)
+    if prefix is None:
+        return None
+    try:
+        array = value.numpy()
+    except (RuntimeError, TypeError):  # on another device, with a gradient, negated by a flag, sparse
+        return None
+    if array.ndim != 1 or not 0 < array.nbytes < MAX_BYTES // 2 or not array.flags.c_contiguous:
+        return None
+    whole = b"".join((prefix, _U64.pack(len(array)), array.data))
+    return whole + zlib.crc32(whole).to_bytes(4, "little")
+
+
+def _decode_vector(data: bytes) -> Tensor | None:
+    """The vector in bytes whose checksum is right, in memory of its own; None for whatever else they may be."""
+    start = 4 + data[2]
+    dtype = _VECTORS.get(data[:start])
+    if dtype is None or len(data) < start + 12:
+        return None
+    (count,) = _U64.unpack_from(data, start)
+    if not count or count * dtype.itemsize != len(data) - start - 12:
+        return None
+    return torch.frombuffer(bytearray(data[start + 8 : -4]), dtype=dtype)
+
+
 def decode(data: object) -> object:
     """The value that `encode` was given; an error says what is wrong with the bytes, without a subject."""
     if not isinstance(data, bytes):
         raise StoreError(f"is a {type(data).__name__} where bytes were stored; the file was altered")
     if len(data) < 6 or zlib.crc32(data) != _RESIDUE:
         raise StoreError(f"has {len(data):,} bytes that do not fit their checksum; the file was cut or altered")
+    if (vector := _decode_vector(data)) is not None:
+        return vector
     if data[:1] != VERSION:
         raise StoreError(f"is in format {data[0]} and this version reads {VERSION[0]}; read it with its own version")
     reader = Reader(memoryview(data)[1:-4])

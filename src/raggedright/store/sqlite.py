@@ -12,6 +12,7 @@ does not get shorter: later rounds take the free pages, so it stays at the size 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from sqlite3 import Connection
@@ -39,14 +40,23 @@ __all__ = ["SqliteStore"]
 
 POLL_SECONDS = 0.01
 SESSIONS_A_DELETE = 64
+KEYS_A_GET = 64
 
 _SESSION = "round = ? AND prompt = ? AND session = ? AND attempt = ?"
 _FIND = f"""SELECT s.state, r.id FROM sessions s LEFT JOIN rows r ON r.session_id = s.id AND r.trajectory = ?
   WHERE {_SESSION}"""
-_GET = f"""SELECT s.state, r.id, f.name, f.value FROM sessions s
-  LEFT JOIN rows r ON r.session_id = s.id AND r.trajectory = ?
-  LEFT JOIN fields f ON f.row_id = r.id AND f.name IN ({{}}) WHERE {_SESSION}"""
+# Many keys a statement; CROSS has the keys, numbered, in the outer loop.
+_GET = """WITH k (i, round, prompt, session, attempt, trajectory) AS (VALUES {})
+  SELECT k.i, s.state, r.id, f.name, f.value
+  FROM k CROSS JOIN sessions s USING (round, prompt, session, attempt)
+  LEFT JOIN rows r ON r.session_id = s.id AND r.trajectory = k.trajectory
+  LEFT JOIN fields f ON f.row_id = r.id AND f.name IN ({})"""
+_BEFORE_PUT = f"""SELECT m.value, (SELECT coalesce(max(id), 0) + 1 FROM rows), s.id, s.state FROM meta m
+  LEFT JOIN sessions s ON {_SESSION} WHERE m.name = 'deleted_round'"""
+_PUT_SESSION = "INSERT INTO sessions (round, prompt, session, attempt, state, cause, score) VALUES (?,?,?,?,?,?,?)"
 _LAST = "SELECT prompt, session, state, max(attempt) FROM sessions WHERE round = ? GROUP BY prompt, session"
+_ROW = "id, session_id, trajectory, prompt_tokens, response_tokens, loss_tokens, is_padding, tags, fields"
+_PUT_ROW = f"INSERT INTO rows ({_ROW}) VALUES (?,?,?,?,?,?,?,?,?)"
 _PUT_FIELD = "INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, ?)"
 _REPLACE_FIELD = f"{_PUT_FIELD} ON CONFLICT DO UPDATE SET type = excluded.type, value = excluded.value"
 
@@ -73,22 +83,20 @@ class SqliteStore:
         check_put(session, rows, state, cause, score)
         encoded = [encode_fields(Key(*session, i), row.fields) for i, row in enumerate(rows)]
         with self._database.write(f"put of {session}") as connection:
-            watermark = _watermark(connection)
+            found = connection.execute(_BEFORE_PUT, session[:4]).fetchone()
+            watermark, first_row, session_id, before = found or (_watermark(connection), 0, None, None)
             if session.round <= watermark:
                 raise round_deleted(str(session), watermark)
-            before = connection.execute(f"SELECT id, state FROM sessions WHERE {_SESSION}", session[:4]).fetchone()
-            check_can_become(session, before[1] if before else None, state)
-            _check_types(connection, [(Key(*session, i), fields) for i, fields in enumerate(encoded)])
-            if before:
-                change = "UPDATE sessions SET state = ?, cause = ?, score = ? WHERE id = ?"
-                connection.execute(change, (state, cause, score, before[0]))
+            check_can_become(session, before, state)
+            if encoded:
+                _check_types(connection, [(Key(*session, i), fields) for i, fields in enumerate(encoded)])
+            if session_id is None:
+                session_id = connection.execute(_PUT_SESSION, (*session, state, cause, score)).lastrowid
             else:
-                new = (
-                    "INSERT INTO sessions (round, prompt, session, attempt, state, cause, score) VALUES (?,?,?,?,?,?,?)"
-                )
-                connection.execute(new, (*session, state, cause, score))
-                before = connection.execute("SELECT last_insert_rowid()").fetchone()
-            _put_rows(connection, before[0], rows, encoded)
+                change = "UPDATE sessions SET state = ?, cause = ?, score = ? WHERE id = ?"
+                connection.execute(change, (state, cause, score, session_id))
+            assert session_id is not None
+            _put_rows(connection, session_id, first_row, rows, encoded)
 
     def together(self) -> AbstractContextManager[None]:
         """A block whose puts are one transaction, with one write to the disk; undone where it raises."""
@@ -110,18 +118,11 @@ class SqliteStore:
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
         names = tuple(dict.fromkeys(fields))
-        select = _GET.format(",".join("?" * len(names)))
         answer = []
         with self._database.read("get") as connection:
             watermark = _watermark(connection)
-            for key in keys:
-                rows = connection.execute(select, (key[4], *names, *key[:4])).fetchall()
-                if not rows or rows[0][1] is None or key[0] <= watermark:
-                    raise row_missing(key, rows[0][0] if rows else None, watermark)
-                found = {name: value for _, _, name, value in rows}
-                if names and len(found.keys() & names) != len(names):
-                    raise field_missing(key, next(name for name in names if name not in found))
-                answer.append({name: decode_field(key, name, found[name]) for name in names})
+            for start in range(0, len(keys), KEYS_A_GET):
+                answer += _get_some(connection, keys[start : start + KEYS_A_GET], names, watermark)
         return answer
 
     def update(self, values: Mapping[Key, Fields]) -> None:
@@ -208,6 +209,28 @@ def _watermark(connection: Connection) -> int:
     return found[0]
 
 
+def _get_some(
+    connection: Connection, keys: Sequence[Key], names: Sequence[str], watermark: int
+) -> list[dict[str, object]]:
+    """These fields of a few rows, by one statement."""
+    found: list[dict[str, bytes]] = [{} for _ in keys]
+    states: list[str | None] = [None] * len(keys)
+    row_ids: list[int | None] = [None] * len(keys)
+    select = _GET.format(",".join(["(?,?,?,?,?,?)"] * len(keys)), ",".join("?" * len(names)))
+    values = (*(value for i, key in enumerate(keys) for value in (i, *key)), *names)
+    for i, state, row_id, name, value in connection.execute(select, values):
+        states[i], row_ids[i], found[i][name] = state, row_id, value
+    answer = []
+    for key, state, row_id, values in zip(keys, states, row_ids, found, strict=True):
+        if row_id is None or key[0] <= watermark:
+            raise row_missing(key, state, watermark)
+        missing = next((name for name in names if name not in values), None)
+        if missing is not None:
+            raise field_missing(key, missing)
+        answer.append({name: decode_field(key, name, values[name]) for name in names})
+    return answer
+
+
 def _row_id(connection: Connection, key: Key, watermark: int) -> int:
     state, row_id = connection.execute(_FIND, (key[4], *key[:4])).fetchone() or (None, None)
     if row_id is None or key.round <= watermark:
@@ -228,17 +251,26 @@ def _check_types(connection: Connection, encoded: Sequence[tuple[Key, Mapping[st
 
 
 def _put_rows(
-    connection: Connection, session_id: int, rows: Sequence[NewRow], encoded: Sequence[Mapping[str, Encoded]]
+    connection: Connection,
+    session_id: int,
+    first: int,
+    rows: Sequence[NewRow],
+    encoded: Sequence[Mapping[str, Encoded]],
 ) -> None:
-    (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM rows").fetchone()
-    columns = "id, session_id, trajectory, prompt_tokens, response_tokens, loss_tokens, is_padding, tags, fields"
+    """Put rows of a session under ids from `first` on."""
     values = [
-        (first + i, session_id, i, *_counts(row), int(row.is_padding), _json(dict(row.tags)), _json(sorted(row.fields)))
+        (first + i, session_id, i, *_counts(row), int(row.is_padding), _json(dict(row.tags)), _names(tuple(row.fields)))
         for i, row in enumerate(rows)
     ]
-    connection.executemany(f"INSERT INTO rows ({columns}) VALUES (?,?,?,?,?,?,?,?,?)", values)
-    for i, fields in enumerate(encoded):
-        connection.executemany(_PUT_FIELD, _field_rows(first + i, fields))
+    connection.executemany(_PUT_ROW, values)
+    fields = (row for i, fields in enumerate(encoded) for row in _field_rows(first + i, fields))
+    connection.executemany(_PUT_FIELD, fields)
+
+
+@lru_cache(maxsize=256)
+def _names(fields: tuple[str, ...]) -> str:
+    """Field names as JSON; a run's rows have the same few."""
+    return _json(sorted(fields))
 
 
 def _counts(row: NewRow) -> tuple[int, int, int]:
@@ -249,5 +281,4 @@ def _field_rows(row_id: int, fields: Mapping[str, Encoded]) -> Iterable[tuple[in
     return ((row_id, name, value.type, value.data) for name, value in fields.items())
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # made once

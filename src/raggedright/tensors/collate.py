@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raggedright.arrays import Ints
 from raggedright.errors import RowsError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
@@ -90,24 +91,23 @@ class Collator:
         `weight` is the plan's per-token weight of each row, `step_loss_tokens` the loss tokens of the whole step.
         """
         fillers = self._fillers(fields)
-        ids = [_sequence(rows, i, row) for i, row in enumerate(fields)] + [_tensor(row, "input_ids") for row in fillers]
-        lengths = [max(len(row), self.min_row_tokens) for row in ids]
-        inputs = self._inputs(ids, [*fields, *fillers], lengths)
+        ids = [*_sequences(rows, fields), *(_tensor(row, "input_ids") for row in fillers)]
+        flat, sizes = torch.cat(ids).long(), _sizes(ids)
+        lengths = np.maximum(sizes, self.min_row_tokens)
+        inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers])
         prompt, response = rows.prompt_tokens, rows.response_tokens
         if len(rows) and (prompt == 0).any():
             i = int(np.argmin(prompt))
             raise RowsError(f"row {rows.key[i]}: prompt_tokens is 0, so that nothing predicts its first response token")
-        starts = np.arange(len(lengths)) * max(lengths) if self.how == "padded" else np.cumsum(lengths) - lengths
-        first = starts[: len(rows)] + prompt - 1
-        within = np.arange(int(response.sum())) - np.repeat(np.cumsum(response) - response, response)
-        labels = [row[len(row) - r :] for row, r in zip(ids, response.tolist(), strict=False)]
-        masks = _per_row(rows, fields, _mask_name(fields))
+        first = self._starts(lengths)[: len(rows)] + prompt - 1
+        within = _within(response)
+        last = np.cumsum(sizes)[: len(rows)] - response  # where each row's response begins among all ids
         mean = np.where(rows.is_padding, 0.0, 1 / max(step_loss_tokens, 1))
         return MicroBatch(
             inputs=inputs,
             logit_index=torch.from_numpy(np.repeat(first, response) + within),
-            labels=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
-            weights=TokenWeights.from_masks(masks, loss=weight, mean=mean),
+            labels=flat[torch.from_numpy(np.repeat(last, response) + within)],
+            weights=TokenWeights.from_masks(_per_row(rows, fields, _mask_name(fields)), loss=weight, mean=mean),
             fields={name: _flat(_per_row(rows, fields, name)) for name in names},
             routing=self._routing(fields, lengths, inputs["input_ids"].shape),
             response_tokens=tuple(response.tolist()),
@@ -118,68 +118,95 @@ class Collator:
             return [] if fields else [{"input_ids": torch.full((self.min_row_tokens,), self.token_id)}]
         return [] if any(row.get("multi_modal_inputs") for row in fields) else [self.image_filler]
 
-    def _inputs(self, ids: list[Tensor], fields: Sequence[Fields], lengths: list[int]) -> dict[str, Tensor]:
-        positions = [self._positions(row, field, n) for row, field, n in zip(ids, fields, lengths, strict=True)]
-        ids = [
-            torch.nn.functional.pad(row, (0, n - len(row)), value=self.token_id)
-            for row, n in zip(ids, lengths, strict=True)
-        ]
-        media = _media(fields)
-        if self.how == "packed":
-            return {
-                "input_ids": torch.cat(ids)[None],
-                "position_ids": torch.cat(positions, dim=-1).unsqueeze(-2),
-                **media,
-            }
-        longest = max(lengths)
-        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        return {
-            "input_ids": _stack(ids, longest, self.token_id),
-            "attention_mask": mask.long(),
-            "position_ids": _stack(positions, longest, 0),
-            **media,
-        }
+    def _starts(self, lengths: Ints) -> Ints:
+        """Where each row begins in the flattened input_ids."""
+        if self.how == "padded":
+            return np.arange(len(lengths)) * lengths.max()
+        return np.cumsum(lengths) - lengths
 
-    def _positions(self, ids: Tensor, fields: Fields, length: int) -> Tensor:
+    def _inputs(self, flat: Tensor, sizes: Ints, lengths: Ints, fields: Sequence[Fields]) -> dict[str, Tensor]:
+        longest = int(lengths.max())
+        shape = (len(lengths), longest) if self.how == "padded" else (1, int(lengths.sum()))
+        ids = torch.full(shape, self.token_id)
+        ids.view(-1)[torch.from_numpy(np.repeat(self._starts(lengths), sizes) + _within(sizes))] = flat
+        inputs = {"input_ids": ids}
+        if self.how == "padded":
+            inputs["attention_mask"] = (torch.arange(longest) < torch.from_numpy(lengths)[:, None]).long()
+        if self.mrope or any(_has_axes(row) for row in fields):
+            inputs["position_ids"] = self._axes(sizes.tolist(), fields, lengths.tolist())
+        elif self.how == "padded":
+            inputs["position_ids"] = torch.arange(longest) * inputs["attention_mask"]
+        else:
+            inputs["position_ids"] = torch.from_numpy(_within(lengths))[None]
+        return inputs | _media(fields)
+
+    def _axes(self, sizes: list[int], fields: Sequence[Fields], lengths: list[int]) -> Tensor:
+        """Positions with axes, [axes, rows, tokens]."""
+        positions = [self._positions(size, row, n) for size, row, n in zip(sizes, fields, lengths, strict=True)]
+        if self.how == "packed":
+            return torch.cat(positions, dim=-1).unsqueeze(-2)
+        longest = max(lengths)
+        return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in positions], dim=-2)
+
+    def _positions(self, size: int, fields: Fields, length: int) -> Tensor:
         """[length], or [4, length] with the text's own positions first where the model has three axes more."""
         text = torch.arange(length)
         given = fields.get("position_ids")
         if not isinstance(given, Tensor) or given.dim() == 1:
             return text.expand(4, -1) if self.mrope else text
-        more = length - len(ids)  # a row filled up goes on counting
+        more = length - size  # a row filled up goes on counting
         axes = torch.cat((given, given[:, -1:] + torch.arange(1, more + 1)), dim=-1)[-3:]
         return torch.cat((text[None], axes))
 
-    def _routing(self, fields: Sequence[Fields], lengths: list[int], shape: torch.Size) -> Tensor | None:
+    def _routing(self, fields: Sequence[Fields], lengths: Ints, shape: torch.Size) -> Tensor | None:
         given = [row.get("routed_experts") for row in fields]
         first = next((experts for experts in given if isinstance(experts, Tensor)), None)
         if first is None:
             return None
         routing = torch.full((shape.numel(), *first.shape[1:]), NOT_ROUTED, dtype=torch.long)
-        stride = shape[1] if self.how == "padded" else 0
-        for i, experts in enumerate(given):
+        for start, experts in zip(self._starts(lengths).tolist(), given, strict=False):
             if isinstance(experts, Tensor):
-                start = i * stride if stride else sum(lengths[:i])
                 routing[start : start + len(experts)] = experts
         return routing.view(*shape, *first.shape[1:])
 
 
+def _sequences(rows: Rows, fields: Sequence[Fields]) -> list[Tensor]:
+    """Each row's token ids: `input_ids`, or `prompts` and `responses`."""
+    ids = [_sequence(rows, i, row) for i, row in enumerate(fields)]
+    wrong = np.flatnonzero(_sizes(ids) != rows.tokens)
+    if len(wrong):
+        i = int(wrong[0])
+        raise RowsError(
+            f"row {rows.key[i]}: input_ids has {len(ids[i])} tokens and the row {rows.tokens[i]}; they must agree"
+        )
+    return ids
+
+
 def _sequence(rows: Rows, i: int, fields: Fields) -> Tensor:
-    """A row's token ids: `input_ids`, or `prompts` and `responses`."""
     if "input_ids" in fields:
         ids = _tensor(fields, "input_ids")
     elif "prompts" in fields and "responses" in fields:
         ids = torch.cat((_tensor(fields, "prompts"), _tensor(fields, "responses")))
     else:
         raise RowsError(f"row {rows.key[i]}: field input_ids is missing; a row has it, or prompts and responses")
-    if len(ids) != rows.tokens[i]:
-        raise RowsError(
-            f"row {rows.key[i]}: input_ids has {len(ids)} tokens and the row {rows.tokens[i]}; they must agree"
-        )
     positions = fields.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 1 and (positions != torch.arange(len(ids))).any():
         raise RowsError(f"row {rows.key[i]}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
-    return ids.long()
+    return ids
+
+
+def _has_axes(fields: Fields) -> bool:
+    positions = fields.get("position_ids")
+    return isinstance(positions, Tensor) and positions.dim() > 1
+
+
+def _sizes(tensors: Sequence[Tensor]) -> Ints:
+    return np.fromiter((tensor.size(0) for tensor in tensors), dtype=np.int64, count=len(tensors))
+
+
+def _within(sizes: Ints) -> Ints:
+    """0, 1, ... anew for each of some runs of these sizes."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 def _tensor(fields: Fields, name: str) -> Tensor:
@@ -195,14 +222,13 @@ def _mask_name(fields: Sequence[Fields]) -> str:
 def _per_row(rows: Rows, fields: Sequence[Fields], name: str) -> list[Tensor]:
     """A per-response-token field of all rows."""
     parts = []
-    for i, row in enumerate(fields):
+    for i, (row, tokens) in enumerate(zip(fields, rows.response_tokens.tolist(), strict=True)):
         part = row.get(name)
         if not isinstance(part, Tensor):
             raise RowsError(f"row {rows.key[i]}: field {name} is missing; every row of a micro-batch needs it")
-        if len(part) != rows.response_tokens[i]:
+        if part.size(0) != tokens:
             raise RowsError(
-                f"row {rows.key[i]}: {name} has {len(part)} tokens and the response {rows.response_tokens[i]}; "
-                "they must agree"
+                f"row {rows.key[i]}: {name} has {len(part)} tokens and the response {tokens}; they must agree"
             )
         parts.append(part)
     return parts
@@ -221,8 +247,3 @@ def _media(fields: Sequence[Fields]) -> dict[str, Tensor]:
         for name, value in media.items():
             parts.setdefault(name, []).append(value)
     return {name: torch.cat(values) for name, values in parts.items()}
-
-
-def _stack(rows: list[Tensor], length: int, value: int) -> Tensor:
-    """[rows, length], or [axes, rows, length] for positions with axes."""
-    return torch.stack([torch.nn.functional.pad(row, (0, length - row.shape[-1]), value=value) for row in rows], dim=-2)

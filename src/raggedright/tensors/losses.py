@@ -54,9 +54,10 @@ class TokenWeights:
     @classmethod
     def from_masks(cls, masks: Sequence[Tensor], *, loss: ArrayLike, mean: ArrayLike) -> "TokenWeights":
         """From each row's loss mask over its response tokens and its weights (`token_weights`, here and token-mean)."""
-        lengths = torch.tensor([len(mask) for mask in masks], dtype=torch.int64)
+        lengths = torch.tensor([mask.size(0) for mask in masks], dtype=torch.int64)
         row = torch.repeat_interleave(torch.arange(len(masks)), lengths)
-        carries_loss = torch.cat([torch.zeros(0, dtype=torch.bool), *(mask.bool().cpu() for mask in masks)])
+        on_cpu = [mask if mask.is_cpu else mask.cpu() for mask in masks]
+        carries_loss = torch.cat(on_cpu).bool() if on_cpu else torch.zeros(0, dtype=torch.bool)
         of_row = (torch.as_tensor(weight, dtype=torch.float64) for weight in (loss, mean))
         by_token = (torch.where(carries_loss, weight[row], 0.0) for weight in of_row)
         row_tokens = torch.zeros(len(masks), dtype=torch.int64).index_add_(0, row, carries_loss.long())

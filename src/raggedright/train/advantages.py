@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raggedright.advantages import Scores, broadcast_to_rows, session_advantages
+from raggedright.arrays import Ints
 from raggedright.config.schema import Config
 from raggedright.tensors.gae import gae, whiten
 from raggedright.tensors.losses import kl_estimate
@@ -33,7 +34,8 @@ def token_advantages(
     config: Config, sealed: SealedRound, scores: Scores, tokens: Mapping[str, PerRow]
 ) -> TokenAdvantages:
     """The advantages of a round; `tokens` has masks, old log-probs, and reference log-probs and values where used."""
-    masks = [mask.bool() for mask in tokens["response_mask"]]
+    lengths = sealed.rows.response_tokens
+    masks = _rows_of(_flat(tokens["response_mask"]).bool(), lengths)
     metrics: dict[str, float] = {}
     penalty: PerRow | None = None
     if config.reference.kl == "reward":
@@ -51,7 +53,8 @@ def token_advantages(
     of_session = session_advantages(scores, algorithm.advantages, std=algorithm.std)
     of_row = broadcast_to_rows(of_session, scores, sealed.rows)
     dtype = tokens["old_log_probs"][0].dtype if masks else torch.float32
-    advantages = [torch.where(mask, float(a), 0.0).to(dtype) for a, mask in zip(of_row, masks, strict=True)]
+    of_token = torch.from_numpy(np.repeat(of_row, lengths)).to(dtype)
+    advantages = _rows_of(torch.where(_flat(masks), of_token, 0.0), lengths)
     metrics |= _token_means({"critic/advantages": advantages}, masks)
     return TokenAdvantages(advantages, None, metrics)
 
@@ -95,8 +98,16 @@ def _less_penalty(scores: Scores, sealed: SealedRound, penalty: PerRow) -> Score
 
 def _token_means(named: Mapping[str, PerRow], masks: Sequence[Tensor]) -> dict[str, float]:
     """Mean over the loss tokens of the round."""
-    num_tokens = max(1, sum(int(mask.sum()) for mask in masks))
-    return {
-        f"{name}/mean": sum(float(row.double()[mask].sum()) for row, mask in zip(rows, masks, strict=True)) / num_tokens
-        for name, rows in named.items()
-    }
+    mask = _flat(masks)
+    num_tokens = max(1, int(mask.sum()))
+    return {f"{name}/mean": float(_flat(rows).double()[mask].sum()) / num_tokens for name, rows in named.items()}
+
+
+def _flat(rows: Sequence[Tensor]) -> Tensor:
+    """All rows' tokens, one row after another."""
+    return torch.cat([*rows]) if rows else torch.zeros(0)
+
+
+def _rows_of(flat: Tensor, lengths: Ints) -> PerRow:
+    """The rows of a flat vector."""
+    return list(flat.split(lengths.tolist()))

@@ -49,12 +49,15 @@ class TokenTable:
         self._names = list(names)
         self._table = torch.zeros(len(self._names), int(rows.response_tokens.sum()), dtype=dtype)
 
-    def fill(self, name: str, position: Ints, parts: Sequence[Tensor]) -> None:
-        """Write the numbers of the rows at these positions; padding rows have no place here."""
-        column = self._table[self._names.index(name)]
-        for p, part in zip(position.tolist(), parts, strict=True):
-            if p < len(self._lengths):
-                column[self._starts[p] : self._starts[p] + self._lengths[p]] = part
+    def fill(self, position: Ints, micro: MicroBatch, flat: Mapping[str, Tensor]) -> None:
+        """Write the numbers of a micro-batch's rows, by name; padding rows have no place here."""
+        tokens = np.array(micro.response_tokens, dtype=np.int64)
+        real = np.repeat(position < len(self._lengths), tokens)
+        starts = self._starts[np.minimum(position, len(self._lengths) - 1)]
+        within = np.arange(len(real)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+        place, kept = torch.from_numpy((np.repeat(starts, tokens) + within)[real]), torch.from_numpy(real)
+        for name, values in flat.items():
+            self._table[self._names.index(name), place] = values.cpu()[kept].to(self._table.dtype)
 
     def exchange(self, world: World) -> dict[str, PerRow]:
         """All rows' numbers, by name."""

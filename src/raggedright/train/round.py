@@ -123,9 +123,7 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, PerR
     with computing(config.model, world):
         of_model = {name: lambda micro, model=model: log_probs(model, micro) for name, model in outputs.items()}
         for position, micro, found in run_forward(batch, plan.steps("forward"), world, of_model):
-            for name, flat in found.items():
-                table.fill(name, position, micro.per_row(flat.cpu()))
-            table.fill("response_mask", position, micro.per_row((micro.weights.mean != 0).cpu()))
+            table.fill(position, micro, {**found, "response_mask": micro.weights.mean != 0})
             of_rows = row_weights[torch.from_numpy(position)].to(world.device)
             rollout = micro.fields["rollout_log_probs"]
             share = off_policy_metrics(found["old_log_probs"], rollout, micro.weights, of_rows)
@@ -135,7 +133,7 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, PerR
             first_epoch = [step for step in plan.steps("critic") if step.epoch == 0]
             of_critic = {"values": lambda micro: forward_values(critic, micro)}
             for position, micro, found in run_forward(batch, first_epoch, world, of_critic):
-                table.fill("values", position, micro.per_row(found["values"].cpu()))
+                table.fill(position, micro, found)
     metrics = _sum_metrics(setup, totals)
     return table.exchange(world), metrics
 

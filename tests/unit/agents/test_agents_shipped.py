@@ -83,9 +83,9 @@ def test_delegation_reports_to_the_main_agent():
     (entry,) = store.list()
     assert [row.tags["role"] for row in entry.rows] == ["worker", "worker", "main"]
     first, second, main = prompts(store)
-    own, reports = main[1:-1].split("|")
-    assert own + first[1:-1] + second[1:-1] == "3141592"
-    assert reports == max(first[1:-1]) + max(second[1:-1])
+    reports, own = main[:-1].split(":")
+    assert own + first[2:-1] + second[2:-1] == "3141592"
+    assert reports == max(first[2:-1]) + max(second[2:-1])
 
 
 def test_chunks_have_one_to_three_digits_and_every_cut_can_come():

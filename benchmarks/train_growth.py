@@ -1,0 +1,130 @@
+"""How a round's cost grows with rows a session, row length and batch size: a table, and docs/speed.svg.
+
+Each case is the trainer's own round on one rank and one thread, in this process. What each part does is proportional
+to something: the model's to tokens (and, with length, to the square of it), all others to rows and to the values that
+rows carry. Seconds a row should then be level, or fall, along a line of the table; with length, seconds a token.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import raggedright.train.clock as clocks
+from raggedright.config.load import load_config
+from raggedright.train.clock import Clock
+from raggedright.train.round import run_sessions, train_round
+from raggedright.train.setup import set_up
+from raggedright.train.world import World
+from train_tasks import ROOT, write_config
+
+sys.path.insert(0, str(ROOT / "verification"))
+PARTS = ("rollout", "store", "plan", "forward", "advantages", "update", "other")
+MODEL_PARTS = ("rollout", "forward", "update")
+POSITIONS = 4_352
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One size: prompts x sessions, rows a session, tokens a row."""
+
+    prompts: int
+    sessions: int
+    rows: int
+    tokens: int
+    rounds: int = 2
+
+
+GROWTH = {
+    "rows a session": [Case(45, 8, rows, 8) for rows in (1, 2, 4, 8, 16, 32)],
+    "row length": [Case(3, 4, 1, tokens, rounds=1) for tokens in (16, 64, 256, 1_024, 4_096)],
+    "batch, prompts": [Case(prompts, 8, 2, 8) for prompts in (45, 90, 180, 360, 720, 1_440)],
+}
+VARIES = {"rows a session": "rows", "row length": "tokens", "batch, prompts": "prompts"}
+
+
+def measure(case: Case, folder: Path) -> dict[str, float]:
+    """CPU seconds by part of a round, the median after one to warm up."""
+    made = load_config(ROOT / "configs/compaction.toml").model.made or {}
+    config = load_config(
+        write_config(
+            folder,
+            None,
+            model={"made": made | {"max_position_embeddings": POSITIONS}},
+            prompts={"source": "train_tasks:tasks"},
+            agent={"name": "train_tasks:Many", "options": {"rows": case.rows, "tokens": case.tokens}},
+            rollout={"n": case.sessions, "max_tokens": 2},
+            train={
+                "batch_size": case.prompts,
+                "mini_batch_size": case.prompts // 3,
+                "micro_batch_tokens": max(2_048, case.tokens),
+            },
+            parallel={"dp": 1, "threads": 1},
+        )
+        / "config.toml"
+    )
+    setup = set_up(config, World(0, 1, torch.device("cpu")))
+    found = []
+    try:
+        for round in range(1, case.rounds + 2):
+            clock, began = Clock(), process_time()
+            with clock("rollout"):
+                sessions = run_sessions(setup, round)
+            result = train_round(setup, round, sessions, clock)
+            parts = dict(clock.seconds)
+            parts["other"] = process_time() - began - sum(parts.values())
+            found.append(parts | {"rows": float(len(result.sealed.rows))})
+            setup.store.delete(round)
+    finally:
+        setup.close()
+    return {part: median(each[part] for each in found[1:]) for part in found[0]}
+
+
+def growth(work: Path) -> None:
+    """Measure all, print the tables and draw the picture."""
+    from curves import Panel, draw  # pyright: ignore[reportMissingImports]: of verification/
+
+    torch.set_num_threads(1)
+    clocks.perf_counter = process_time  # others' work on this machine does not count
+    panels = []
+    for what, cases in GROWTH.items():
+        found = [measure(case, work / f"{what.split()[0]}{i}") for i, case in enumerate(cases)]
+        unit = "token" if what == "row length" else "row"
+        table = Table(what, "rows", *PARTS, "sum", title=f"CPU microseconds a {unit}, one rank")
+        per = {part: [] for part in PARTS}
+        for case, parts in zip(cases, found, strict=True):
+            count = parts["rows"] * (case.tokens if unit == "token" else 1)
+            for part in PARTS:
+                per[part].append(1e6 * parts[part] / count)
+            figures = [f"{per[part][-1]:,.1f}" for part in PARTS]
+            total = sum(per[part][-1] for part in PARTS)
+            table.add_row(f"{getattr(case, VARIES[what]):,}", f"{parts['rows']:,.0f}", *figures, f"{total:,.1f}")
+        Console(width=130).print(table)
+        top = max(max(values) for values in per.values())
+        sizes = f"{getattr(cases[0], VARIES[what]):,} to {getattr(cases[-1], VARIES[what]):,}"
+        title = f"{what}, {sizes}: microseconds a {unit} (1 = {top:,.0f})"
+        panels.append(Panel(title, {part: [x / top for x in values] for part, values in per.items()}))
+        tell_growth(what, unit, per)
+    picture = draw(panels, columns=3, title="CPU time a row by part, smallest to largest size", width=300, height=150)
+    (ROOT / "docs/speed.svg").write_text(picture)
+
+
+def tell_growth(what: str, unit: str, per: dict[str, list[float]]) -> None:
+    """Whether a part grew faster than its work: the last two sizes against the cheapest before them."""
+    for part, values in per.items():
+        if what == "row length" and part in MODEL_PARTS:
+            continue  # attention takes the square of it
+        ratio = values[-1] / max(min(values[:-1]), 1e-9)
+        grew = ratio > 1.5 and values[-1] > 1
+        if grew:
+            print(f"grows     {part} with {what}: {ratio:.2f} x the time a {unit} at the largest size", flush=True)
+    if what != "row length":
+        totals = [sum(values[i] for values in per.values()) for i in range(len(per["plan"]))]
+        ratio = totals[-1] / min(totals)
+        met = ratio <= 1.3
+        print(f"goal {'met   ' if met else 'missed'}  time a row does not grow with {what}: {ratio:.2f} x", flush=True)

@@ -1,0 +1,66 @@
+"""One rank of ours under the gate: the trainer as it is, with a stop-watch around its rounds and its puts.
+
+    python benchmarks/train_rank.py RUN_FOLDER WARM_ROUNDS
+
+`put` is what the store takes while sessions run; `record` is what is written down after a round.
+"""
+
+import os
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from raggedright.agents.round import Recorder as SessionRecorder
+from raggedright.train.rank import run_rank
+from raggedright.train.record import Recorder
+from raggedright.train.round import RoundResult
+from train_gate import Gate
+
+
+def main() -> None:
+    warm = int(sys.argv[2])
+    is_first = os.environ.get("RANK", "0") == "0"
+    gate = Gate(warm) if is_first else None
+    put_seconds = 0.0
+    put_ended, record = SessionRecorder.put_ended, Recorder.round
+    left = warm
+
+    def timed_put(self: SessionRecorder) -> None:
+        nonlocal put_seconds
+        began = perf_counter()
+        put_ended(self)
+        put_seconds += perf_counter() - began
+
+    def timed_record(self: Recorder, round: int, result: RoundResult) -> None:
+        nonlocal put_seconds, left
+        began = perf_counter()
+        record(self, round, result)
+        parts = dict(result.seconds)
+        parts["rollout"] -= put_seconds
+        rows = result.sealed.rows
+        parts |= {"put": put_seconds, "record": perf_counter() - began}
+        counts = {"rows": float(len(rows)), "tokens": float(rows.tokens.sum())}
+        put_seconds = 0.0
+        left -= 1
+        following = gate.passed(**parts, **counts) if gate is not None else 0
+        if left == 0:
+            left = _from_first(following)
+
+    SessionRecorder.put_ended, Recorder.round = timed_put, timed_record
+    run_rank(Path(sys.argv[1]))
+
+
+def _from_first(rounds: int) -> int:
+    """The other ranks wait at the gate, too."""
+    if not dist.is_initialized():
+        return rounds
+    told = torch.tensor([rounds])
+    dist.broadcast(told, src=0)
+    return int(told)
+
+
+if __name__ == "__main__":
+    main()

@@ -126,6 +126,7 @@ def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
 
 
 @pytest.mark.xdist_group("launch")
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path):
     code, out, err = run(tmp_path, "dies", "--parallel.dp", "2")
     assert code == 1
@@ -134,6 +135,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path):
 
 
 @pytest.mark.xdist_group("launch")
+@pytest.mark.slow
 def test_ranks_are_started_again_from_the_last_checkpoint_where_that_is_asked_for(tmp_path: Path):
     code, out, err = run(tmp_path, "dies_once", "--parallel.dp", "2", "--max-restarts", "1", "--checkpoint.every", "1")
     assert code == 0, err
@@ -159,6 +161,7 @@ def test_a_dry_run_prints_the_resolved_config_and_a_plan_and_starts_nothing(tmp_
 
 
 @pytest.mark.xdist_group("launch")
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_ranks_along_and_two_runs_cannot_share_a_folder(tmp_path: Path):
     process = start(tmp_path, "waits", "--parallel.dp", "2", "--rollout.timeout", "600")
     deadline = time.monotonic() + 200

@@ -215,13 +215,13 @@ def test_when_the_owner_ends_its_ray_the_others_say_so_and_can_start_one_of_thei
 @pytest.fixture
 def clients(started: list[TransferQueueStore]) -> Iterator[list[Client]]:
     """Two processes on a Ray that has no TransferQueue, ready to open a store."""
+    import ray
+
+    if not started and not ray.is_initialized():
+        started.append(TransferQueueStore(run="for its Ray"))
     if started:
         started[0]._link.started_ray = False  # it goes on
         started.pop().close()
-    import ray
-
-    if not ray.is_initialized():
-        TransferQueueStore(run="for its Ray")._link.started_ray = False
     address = ray.get_runtime_context().gcs_address
     both = [Client(address, "run of two") for _ in range(2)]
     assert [client.hear() for client in both] == [None, None]

@@ -15,6 +15,7 @@ never ended from here.
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from threading import Lock, Thread
@@ -157,8 +158,13 @@ def _start_ray(ray: Any, address: str | None, storage_units: int) -> None:
         raise StoreError(f"Ray bound to {bound}, not to 127.0.0.1; set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0")
 
 
+FREEING_SECONDS = 5.0  # Ray takes a moment to give back the CPUs of actors that were just ended
+
+
 def _check_cpus(ray: Any, storage_units: int) -> None:
-    free, need = ray.available_resources().get("CPU", 0.0), storage_units + 1
+    need, deadline = storage_units + 1, time.monotonic() + FREEING_SECONDS
+    while (free := ray.available_resources().get("CPU", 0.0)) < need and time.monotonic() < deadline:
+        time.sleep(0.1)
     if free < need:
         raise StoreError(
             f"TransferQueue needs {need} CPUs as Ray counts them (a controller and {storage_units} storage units) and "

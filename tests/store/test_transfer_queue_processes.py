@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -108,27 +110,34 @@ def eventually_cleared(store: TransferQueueStore, partition: str) -> None:
 
 def test_what_is_dead_is_reported_in_seconds(store: TransferQueueStore, started: list[TransferQueueStore]) -> None:
     """TransferQueue 0.1.11 waits ten minutes for a storage unit and for ever for its controller."""
-    import ray
-
     actors, many = store._link.actors, range(64)  # on both units, whatever indexes they get
     store.put(key(), [tokens(1) for _ in many])
     store.put(key("run"), state="running")
 
-    ray.kill(actors[f"{ray_link.STORAGE_UNIT}0"])
+    end(actors[f"{ray_link.STORAGE_UNIT}0"])
     lost = f"{ray_link.STORAGE_UNIT}0 is dead and its rows are lost"
     says(lost, lambda: store.get([row(key(), i) for i in many], ["input_ids"]))
     says(lost, lambda: store.put(key("q"), [tokens(1) for _ in many]))
     says(lost, lambda: store.update({row(key(), i): {"x": torch.ones(1)} for i in many}))
 
-    ray.kill(actors[ray_link.CONTROLLER])
+    end(actors[ray_link.CONTROLLER])
     says(f"{ray_link.CONTROLLER}.* is dead and nothing can be put", lambda: store.put(key("run"), [tokens(1)]))
     assert [(e.key, e.state) for e in store.list()] == [(key(), "finished"), (key("run"), "running")]
 
-    ray.kill(store._link.sessions)
+    end(store._link.sessions)
     for use in (store.list, lambda: store.put(key()), lambda: store.wait(0, [("p", 0)], timeout=60)):
         says("RaggedRightSessions is dead", use)
-    ray.kill(actors[f"{ray_link.STORAGE_UNIT}1"])
+    end(actors[f"{ray_link.STORAGE_UNIT}1"])
     started.pop()  # whichever test comes next starts anew, on the same Ray
+
+
+def end(actor: Any) -> None:
+    """Kill an actor and wait until its process is gone: ray.kill returns before, and what still lives still answers."""
+    import ray
+
+    process = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30))
+    ray.kill(actor)
+    process.wait(30)
 
 
 def says(what: str, use: Callable[[], object]) -> None:

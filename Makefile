@@ -9,8 +9,7 @@ help: ## what there is to run
 train: .venv/installed ## the verification run: dp 2, 45 prompts x 8 sessions, mini-batches of 15 prompts
 	$(BIN)/raggedright train configs/compaction.toml --fresh $(ARGS)
 
-train-smollm2: .venv/installed ## a real model, SmolLM2-135M: fetch and convert it once, then three rounds, a few minutes
-	$(BIN)/python examples/smollm2/convert.py
+train-smollm2: runs/models/SmolLM2-135M-Instruct/config.json ## a real model, SmolLM2-135M: fetch and convert it once, then three rounds, a few minutes
 	$(BIN)/raggedright train configs/smollm2.toml --fresh $(ARGS)
 
 verify: .venv/installed ## the verification runs: five seeds and four other ways to train; writes docs/verification.md
@@ -22,7 +21,7 @@ verify-curves: .venv/installed ## 20 rounds, cut in five ways, drawn together in
 test: .venv/installed lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
-test-slow: .venv/installed test-verl ## the few tests that need minutes
+test-slow: runs/models/SmolLM2-135M-Instruct/config.json test-verl ## the few tests that need minutes
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
 
 test-verl: .venv-verl/installed ## agreement with verl's own functions, in an environment of its own
@@ -65,6 +64,10 @@ clean: ## remove the virtual environments and caches
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,ray,dev]'
 	touch $@
+
+# Order only: a model that is there stays, whatever is installed anew.
+runs/models/SmolLM2-135M-Instruct/config.json: | .venv/installed
+	$(BIN)/python examples/smollm2/convert.py
 
 # torch first and alone: an open range would pull gigabytes of CUDA. Peers that we compare with never enter .venv.
 .venv-verl/installed: constraints-verl.txt

@@ -20,7 +20,7 @@ from raggedright.agents.causes import cause_of, one_line
 from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
-from raggedright.agents.watchdog import Clock, Guarded, GuardedLoop, Watchdog, unguarded
+from raggedright.agents.watchdog import Clock, Guarded, GuardedLoop, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
 from raggedright.store.protocol import NewRow, SessionKey, Store
@@ -208,7 +208,7 @@ class Round:
     async def _generate(self, request: Request) -> Generation:
         """Ask the engine, whose code and tasks run in no session's name; its errors end the run."""
         try:
-            with unguarded():
+            with Unguarded():
                 generation = await self._engine.generate(request)
             if len(generation.ids) != len(generation.log_probs):
                 counts = f"{len(generation.ids)} ids and {len(generation.log_probs)} log-probs"

@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from raggedright.agents.tokens import Message, Tokens, decode, encode, encode_turn, is_chat
 from raggedright.agents.values import SessionError, finite
@@ -28,6 +30,11 @@ Generate = Callable[[Request], Awaitable[Generation]]
 def _limited(sampling: Sampling, max_tokens: int, texts: tuple[str, ...]) -> Sampling:
     """The settings of one generation; a run has few that differ, and checking them costs as much as a small model."""
     return replace(sampling, max_tokens=max_tokens, stop_texts=(*sampling.stop_texts, *texts))
+
+
+def _vector(values: list[int] | list[float], dtype: type[np.number]) -> Tensor:
+    """A list as a tensor; by numpy, which is several times faster than torch at short ones."""
+    return torch.from_numpy(np.array(values, dtype=dtype))
 
 
 class Reply(NamedTuple):
@@ -111,9 +118,9 @@ class Trajectory:
             response_tokens=len(self._mask),
             loss_tokens=sum(self._mask),
             fields={
-                "input_ids": torch.tensor(self._ids, dtype=torch.int64),
-                "response_mask": torch.tensor(self._mask, dtype=torch.int64),
-                "rollout_log_probs": torch.tensor(self._log_probs, dtype=torch.float32),
+                "input_ids": _vector(self._ids, np.int64),
+                "response_mask": _vector(self._mask, np.int64),
+                "rollout_log_probs": _vector(self._log_probs, np.float32),
             },
             tags={
                 "role": self.role,

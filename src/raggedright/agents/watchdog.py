@@ -74,15 +74,17 @@ class Guarded:
 _RUNNING: ContextVar[Guarded | None] = ContextVar("running session", default=None)
 
 
-@contextmanager
-def unguarded() -> Iterator[None]:
-    """Code in this block, and tasks that it starts, run in no session's name."""
-    token = _RUNNING.set(None)
-    try:
-        yield
-    finally:
+class Unguarded:
+    """A block whose code, and tasks that it starts, run in no session's name. A class, as every generation has one."""
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _RUNNING.set(None)
+
+    def __exit__(self, *error: object) -> None:
         with suppress(ValueError):  # an agent that was left behind is freed elsewhere, in another context
-            _RUNNING.reset(token)
+            _RUNNING.reset(self._token)
 
 
 class GuardedLoop(SelectorEventLoop):

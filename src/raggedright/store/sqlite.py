@@ -247,7 +247,8 @@ def _check_types(connection: Connection, encoded: Sequence[tuple[Key, Mapping[st
             if key.round == round:
                 check_types(types, key, fields)
         new = [(round, name, type_) for name, type_ in types.items() if name not in known]
-        connection.executemany("INSERT INTO types VALUES (?, ?, ?)", new)
+        if new:
+            connection.executemany("INSERT INTO types VALUES (?, ?, ?)", new)
 
 
 def _put_rows(

@@ -44,6 +44,7 @@ class Database:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._connections: dict[int, sqlite3.Connection] = {}
+        self._spoiled: dict[int, BaseException] = {}  # what broke off a part of a thread's block
         self._closed = False
         with self.errors("open"):
             if not path.exists() and not read_only:
@@ -123,16 +124,29 @@ class Database:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         connection = self.connection()
-        inside = connection.in_transaction  # of a block of puts, which goes on where a part of it is undone
-        connection.execute("SAVEPOINT part" if inside else begin)
+        if connection.in_transaction:  # of a block of puts, of which this is a part
+            changes = connection.total_changes
+            try:
+                yield connection
+            except BaseException as error:
+                if connection.total_changes != changes:  # refused ones have changed nothing, and the block goes on
+                    self._spoiled[threading.get_ident()] = error
+                raise
+            return
+        connection.execute(begin)
         try:
             yield connection
-            connection.execute("RELEASE part" if inside else "COMMIT")
+            if threading.get_ident() in self._spoiled:
+                cause = self._spoiled[threading.get_ident()]
+                raise StoreError(f"{self.path}: a put failed half-way ({cause}); all of its block is undone")
+            connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 with suppress(sqlite3.Error):  # the first error says more
-                    connection.execute("ROLLBACK TO part" if inside else "ROLLBACK")
+                    connection.execute("ROLLBACK")
             raise
+        finally:
+            self._spoiled.pop(threading.get_ident(), None)
 
     def _connect(self) -> sqlite3.Connection:
         living = {thread.ident for thread in threading.enumerate()}

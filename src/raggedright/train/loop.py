@@ -1,6 +1,7 @@
 """The training loop, the same on every rank."""
 
 import errno
+import gc
 import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ def train(config: Config, world: World) -> str:
     setup = set_up(config, world)
     first = resume(setup) + 1
     recorder = Recorder(setup, first_round=first)
+    gc.collect()
+    gc.freeze()  # what is there now stays; a full collection in mid-run would take as long as a round to walk it
     stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:

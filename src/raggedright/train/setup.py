@@ -22,6 +22,8 @@ from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator
 from raggedright.tensors.padding import padding_token_id
 from raggedright.tensors.parallel import shard
+from raggedright.tensors.routing import find_routers
+from raggedright.train.experts import ActorExperts, actor_experts
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.optimizer import Learner
 from raggedright.train.world import World
@@ -42,6 +44,7 @@ class Setup:
     reference: nn.Module | None
     critic: Learner | None
     whole: nn.Module  # the actor unsharded: itself, or the engine's copy
+    experts: ActorExperts | None
     engine: Engine
     runner: Runner
     store: Store
@@ -70,12 +73,14 @@ def set_up(config: Config, world: World) -> Setup:
     token_id = padding_token_id(tokenizer)
     sharded = config.parallel.shard == "fsdp2"
     whole = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
+    experts = actor_experts(actor, config.experts)
     engine = LocalEngine(
         whole,
         tokenizer=tokenizer,
         pad_token_id=token_id,
         max_batch_rows=config.rollout.max_batch_rows,
         shared=not sharded,
+        routers=find_routers(whole) if experts else None,
     )
     critic = None
     if config.has_critic:
@@ -91,6 +96,7 @@ def set_up(config: Config, world: World) -> Setup:
         reference=reference,
         critic=critic,
         whole=whole,
+        experts=experts,
         engine=engine,
         runner=Runner(
             agent=agent,

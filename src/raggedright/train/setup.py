@@ -20,6 +20,7 @@ from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import Store
 from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator
+from raggedright.tensors.packs import check_packs
 from raggedright.tensors.padding import padding_token_id
 from raggedright.tensors.parallel import shard
 from raggedright.tensors.routing import find_routers
@@ -82,6 +83,8 @@ def set_up(config: Config, world: World) -> Setup:
         shared=not sharded,
         routers=find_routers(whole) if experts else None,
     )
+    collator = Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens)
+    check_packs(whole, collator)
     critic = None
     if config.has_critic:
         model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed)
@@ -105,7 +108,7 @@ def set_up(config: Config, world: World) -> Setup:
             settings=rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens),
         ),
         store=open_store(config.store.backend, config.out),
-        collator=Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens),
+        collator=collator,
     )
 
 

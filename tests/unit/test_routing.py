@@ -1,6 +1,7 @@
 """What a rollout records of its experts is what the model chose; replay gives back the choice and nothing else."""
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -197,9 +198,13 @@ def test_recorded_experts_are_weighed_by_the_current_router(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     given = torch.rand((len(ROWS[0]), 3, 8), generator=generator).argsort(-1)[..., :2]
     given[-1] = NOT_ROUTED
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    seen: list[Sequence[Tensor]] = []
+
+    def note(_router: nn.Module, _inputs: object, output: Sequence[Tensor]) -> None:
+        seen.append(output)
+
     with routers.replaying(given):
-        handles = [m.register_forward_hook(lambda _m, _i, out: seen.append(out)) for m in routers._modules]
+        handles = [module.register_forward_hook(note) for module in routers._modules]
         model(input_ids=torch.tensor([ROWS[0]]), use_cache=False)
     for handle in handles:
         handle.remove()

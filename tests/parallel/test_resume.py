@@ -87,7 +87,11 @@ def test_a_run_that_was_cut_has_the_weights_of_one_that_was_not(
 def test_a_run_with_experts_goes_on_and_replays_what_was_recorded_before_the_crash(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    short: dict[str, dict[str, object]] = {"train": {"rounds": 2, "epochs": 1}, "experts": {"balance_coef": 0.1}, **EXPERTS}
+    short: dict[str, dict[str, object]] = {
+        "train": {"rounds": 2, "epochs": 1},
+        "experts": {"balance_coef": 0.1},
+        **EXPERTS,
+    }
     changes = {**short, "checkpoint": {"every": 1}, "store": {"keep_rounds": 4}}
     whole, cut = (write_run(tmp_path / name, changes) for name in ("whole", "cut"))
     train_one(whole, ALONE)

@@ -51,6 +51,7 @@ FAMILIES = {  # how each calls its number of experts
 }
 REFUSED = {
     "glm4_moe": {"n_routed_experts": 8, "first_k_dense_replace": 0},
+    "deepseek_v3": {"n_routed_experts": 8, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
     "phimoe": {"num_local_experts": 8},
 }
 

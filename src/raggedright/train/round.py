@@ -186,8 +186,9 @@ def train_roles(setup: Setup, batch: TensorBatch, round: int) -> dict[str, float
     if "actor" in roles:
         fields = ("old_log_probs", "advantages", *(("ref_log_probs",) if config.reference.kl == "loss" else ()))
         loss = actor_loss(config, setup.actor)
-        options = {"config": config, "round": round, "world": world, "experts": setup.experts}
-        metrics |= train_role("actor", batch, setup.actor, loss, fields, **options)
+        metrics |= train_role(
+            "actor", batch, setup.actor, loss, fields, config=config, round=round, world=world, experts=setup.experts
+        )
     return metrics
 
 

@@ -36,6 +36,10 @@ class Job:
     config: str = "compaction"
     options: tuple[str, ...] = ()
 
+    def folder(self, runs: Path) -> Path:
+        """Its run folder among others."""
+        return runs / self.name.replace(" ", "-").replace(",", "")
+
 
 CRITIC = ("--algorithm.advantages", "gae", "--critic.mini_batch_size", "9", "--critic.lr", "3e-3")
 JOBS = (
@@ -60,7 +64,7 @@ CURVES = (
 
 def run(job: Job, folder: Path) -> RunEvents:
     """Train, unless it is done already."""
-    out = folder / job.name.replace(" ", "-").replace(",", "")
+    out = job.folder(folder)
     if (out / "events.jsonl").exists():
         events = read_events(out / "events.jsonl")
         if events.end is not None and events.end.reason == "finished":

@@ -15,10 +15,8 @@ from raggedright.check.run import run_case
 from raggedright.tensors.losses import TokenWeights
 
 OPTIONS = choices(list(BUILTIN), [1, 2, 3, 4], ["float64", "float32"])
-WITH_CRITIC = ["qwen3", "qwen3-moe"]
-CASES = list(
-    dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, with_critic=WITH_CRITIC, seed=seed))
-)
+WITH = {"with_critic": ["qwen3", "qwen3-moe"], "with_experts": ["qwen3-moe"]}
+CASES = list(dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, **WITH, seed=seed)))
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +31,15 @@ def test_no_plan_changes_gradient_or_metrics(case: Case):
 
 
 def test_the_cases_cover_every_pair_of_choices_that_means_something():
-    pairs = {pair for case in covering_cases(OPTIONS, with_critic=WITH_CRITIC) for pair in _pairs(case)}
+    pairs = {pair for case in covering_cases(OPTIONS, **WITH, seed=0) for pair in _pairs(case)}
     fields = list(OPTIONS)
     for i, a in enumerate(fields):
         for b in fields[i + 1 :]:
             for x in OPTIONS[a]:
                 for y in OPTIONS[b]:
-                    nonsense = {(a, x), (b, y)} & {("loss", "value")} and {a, b} & {"kl", "entropy", "model"}
-                    assert (a, x, b, y) in pairs or nonsense, (a, x, b, y)
+                    nonsense = {(a, x), (b, y)} & {("loss", "value")} and {a, b} & {"kl", "entropy", "model", "experts"}
+                    dense = (a, x) in (("model", "qwen3"), ("model", "qwen3-vl")) and b == "experts"
+                    assert (a, x, b, y) in pairs or nonsense or dense, (a, x, b, y)
 
 
 def _pairs(case: Case) -> set[tuple]:
@@ -87,6 +86,20 @@ def test_metrics_over_padding_are_caught(monkeypatch):
     result = run_case(Case())
     assert result.rel_error < 1e-10
     assert not result.passed
+
+
+def test_a_balance_loss_from_the_fractions_of_each_micro_batch_is_caught(monkeypatch):
+    """The usual form, a product of two means over whatever is in a micro-batch."""
+    right = run.balance_loss
+
+    def wrong(logits, micro, counts, routers):
+        own = counts if micro.routing is None else run.count_experts([micro.routing[micro.real]], routers)
+        return right(logits, micro, own * counts.sum() / own.sum().clamp(min=1), routers)
+
+    case = Case(model="qwen3-moe", experts="balanced", cut="rows")
+    assert run_case(case).rel_error < 1e-10
+    monkeypatch.setattr(run, "balance_loss", wrong)
+    assert run_case(case).rel_error > 1e-3
 
 
 def check(*args: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,8 @@ from raggedright.check.run import TOLERANCE
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
-MODELS, WITH_CRITIC = ("qwen3", "qwen3-moe", "qwen3-vl"), ("qwen3", "qwen3-moe")
+MODELS = ("qwen3", "qwen3-moe", "qwen3-vl")
+WITH = {"with_critic": ("qwen3", "qwen3-moe"), "with_experts": ("qwen3-moe",)}
 DP_SIZES = (2, 3, 4)
 NUM_ORDINARY = {2: 14, 3: 2, 4: 1}
 
@@ -25,12 +26,13 @@ AWKWARD = (
     Job(Case("qwen3", "float64", cut="one"), num_prompts=3, seed=3),
     Job(Case("qwen3-moe", "float64", collate="padded", kl="k3", cut="pipeline"), num_prompts=3, seed=3),
     Job(Case("qwen3-moe", "float64", align="lcm", loss="value", cut="pipeline"), num_prompts=1, seed=0),
+    Job(Case("qwen3-moe", "float64", align="lcm", cut="pipeline", experts="balanced"), num_prompts=1, seed=1),
     Job(Case("qwen3-vl", "float64", loss="gspo", loss_agg="session-mean", cut="one"), num_prompts=2, seed=0),
     Job(Case("qwen3-vl", "float64", align="lcm", collate="padded", cut="pipeline"), num_prompts=1, seed=2),
 )
 AWKWARD_FLOAT32 = (
     Job(Case("qwen3", "float32", align="lcm", collate="padded", loss="value", cut="pipeline"), num_prompts=1, seed=1),
-    Job(Case("qwen3-moe", "float32", align="lcm", entropy=True, cut="rows"), num_prompts=1, seed=1),
+    Job(Case("qwen3-moe", "float32", align="lcm", entropy=True, cut="rows", experts="balanced"), num_prompts=1, seed=1),
     Job(Case("qwen3-vl", "float32", align="lcm", kl="k2", cut="rows"), num_prompts=1, seed=2),
     Job(Case("qwen3-vl", "float32", collate="padded", loss="reinforce", cut="pipeline"), num_prompts=3, seed=1),
 )
@@ -132,7 +134,7 @@ def _awkward(dp: int) -> list[Job]:
 def _ordinary(dp: int, seed: int = 0) -> list[Job]:
     """Cases in which every pair of choices occurs; the first few of them hold most pairs."""
     options = choices(MODELS, (dp,), tuple(TOLERANCE))
-    cases = covering_cases(options, with_critic=WITH_CRITIC, seed=seed)
+    cases = covering_cases(options, **WITH, seed=seed)
     return [Job(case, modes=EXACT if number % 2 else EXACT[:1]) for number, case in enumerate(cases)]
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from parallel.launch import launch
-from parallel.whole_runs import distance, rollouts_of, train_one, weights_of, write_run
+from parallel.whole_runs import EXPERTS, distance, rollouts_of, train_one, weights_of, write_run
 from raggedright.config import load_config
 from raggedright.config.resume import changes
 from raggedright.errors import ConfigError
 from raggedright.report.events import read_events
+from raggedright.store.sqlite import SqliteStore
 from raggedright.train import loop
 from raggedright.train.checkpoint import last_checkpoint
 from raggedright.train.world import TrainError, World
@@ -81,6 +82,27 @@ def test_a_run_that_was_cut_has_the_weights_of_one_that_was_not(
     assert scores_of(folder) == scores_of(whole)
     assert events.end is not None
     assert events.end.reason == "finished"
+
+
+def test_a_run_with_experts_goes_on_and_replays_what_was_recorded_before_the_crash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    short: dict[str, dict[str, object]] = {
+        "train": {"rounds": 2, "epochs": 1},
+        "experts": {"balance_coef": 0.1},
+        **EXPERTS,
+    }
+    changes = {**short, "checkpoint": {"every": 1}, "store": {"keep_rounds": 4}}
+    whole, cut = (write_run(tmp_path / name, changes) for name in ("whole", "cut"))
+    train_one(whole, ALONE)
+    train_until(monkeypatch, cut, 2, crash=True)
+    with SqliteStore(cut / "rows.db") as store:
+        keys = [row.key for session in store.list(round=2) for row in session.rows]
+        recorded = store.get(keys, ("routed_experts",))
+    assert all(isinstance(row["routed_experts"], torch.Tensor) for row in recorded)
+    train_one(cut, ALONE)
+    assert distance(weights_of(cut), weights_of(whole)) == 0
+    assert rollouts_of(cut) == rollouts_of(whole)
 
 
 def test_a_resumed_round_says_what_it_found_and_runs_no_session_again(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.whole_runs import distance, rollouts_of, train_one, weights_of, write_run
+from parallel.whole_runs import EXPERTS, distance, rollouts_of, train_one, weights_of, write_run
 from raggedright.train.world import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -31,6 +31,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_activation_checkpointing_changes_no_weight(plain: Path, tmp_path: Path):
     run = trained(tmp_path / "run", {"model": {"activation_checkpointing": True}})
     assert distance(weights_of(run), weights_of(plain)) < 1e-12
+
+
+def test_activation_checkpointing_replays_the_same_experts_when_it_computes_again(tmp_path: Path):
+    """The routers run again in the backward pass, where other experts would be other activations."""
+    balanced: Changes = {**EXPERTS, "experts": {"balance_coef": 0.1}}
+    plain = trained(tmp_path / "plain", balanced)
+    run = trained(tmp_path / "run", balanced, {"model": {"activation_checkpointing": True}})
+    assert distance(weights_of(run), weights_of(plain)) < 1e-12
+
+
+def test_replay_changes_what_is_learnt_once_the_router_has_moved_and_can_be_left_out(tmp_path: Path):
+    replayed, natural = (
+        trained(tmp_path / str(replay), {**EXPERTS, "experts": {"replay": replay}}) for replay in (True, False)
+    )
+    assert rollouts_of(replayed) == rollouts_of(natural)
+    assert distance(weights_of(replayed), weights_of(natural)) > 1e-6
+    assert not any(name.startswith("actor/experts") for name in rounds_of(natural)[0]["metrics"])
 
 
 def test_the_store_changes_no_weight(plain: Path, tmp_path: Path):

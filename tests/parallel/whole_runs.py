@@ -47,6 +47,20 @@ BASE = {
 }
 
 
+EXPERTS: dict[str, dict[str, object]] = {
+    "model": {
+        "made": {
+            **BASE["model"]["made"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        }
+    }
+}
+
+
 async def wander(task: Task, session: Session) -> float:
     """One to three trajectories of two turns and an observation between, with rewards that an untrained model gets."""
     good = 0

@@ -19,6 +19,7 @@ from raggedright.agents.values import SessionError, finite
 from raggedright.rollout.protocol import FinishReason, Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
 from raggedright.store.protocol import NewRow
+from raggedright.tensors.routing import ROUTED, fill_up
 
 if TYPE_CHECKING:
     from raggedright.agents.session import Session
@@ -49,8 +50,8 @@ class Trajectory:
     """One context of a session: a prompt, then generated and observed tokens. `reward` is its own, if it has one."""
 
     __slots__ = (
-        "_chat", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_prompt_tokens", "_session",
-        "_turn_start", "_weight_version", "number", "reward", "role",
+        "_chat", "_experts", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_prompt_tokens",
+        "_session", "_turn_start", "_weight_version", "number", "reward", "role",
     )  # fmt: skip
 
     def __init__(self, session: "Session", number: int, role: str, prompt: Tokens) -> None:
@@ -67,6 +68,7 @@ class Trajectory:
         self._finish_reason = "none"
         self._weight_version = -1
         self._generating = False
+        self._experts: Tensor | None = None  # of the positions so far that were routed
 
     @property
     def name(self) -> str:
@@ -93,6 +95,8 @@ class Trajectory:
         self._mask += [1] * len(generation.ids)
         self._log_probs += generation.log_probs
         self._finish_reason = generation.finish_reason
+        if generation.routed_experts is not None:
+            self._keep_experts(torch.from_numpy(generation.routed_experts))
         version = generation.weight_version
         self._weight_version = version if self._weight_version < 0 else min(version, self._weight_version)
         text = decode(self._session.tokenizer, generation.ids)
@@ -113,6 +117,7 @@ class Trajectory:
         reward = None if self.reward is None else finite(self.reward)
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
+        experts = {} if self._experts is None else {"routed_experts": fill_up(self._experts, len(self._ids))}
         return NewRow(
             prompt_tokens=self._prompt_tokens,
             response_tokens=len(self._mask),
@@ -121,15 +126,22 @@ class Trajectory:
                 "input_ids": _vector(self._ids, np.int64),
                 "response_mask": _vector(self._mask, np.int64),
                 "rollout_log_probs": _vector(self._log_probs, np.float32),
+                **experts,
             },
             tags={
                 "role": self.role,
                 "reward": reward,
                 "finish_reason": self._finish_reason,
                 "weight_version": self._weight_version,
+                **({ROUTED: True} if experts else {}),
                 **metrics,
             },
         )
+
+    def _keep_experts(self, experts: Tensor) -> None:
+        """A context is read again for every generation; what a token was sampled with is its first routing."""
+        known = self._experts
+        self._experts = experts if known is None else torch.cat((known, experts[len(known) :]))
 
     def _check_idle(self) -> None:
         self._session.check_open()

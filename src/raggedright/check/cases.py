@@ -25,7 +25,10 @@ CUTS: Mapping[str, Layout] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison. `cut` names a rule for micro-batches, `order` a shuffle of the rows."""
+    """One comparison. `cut` names a rule for micro-batches, `order` a shuffle of the rows.
+
+    Experts route naturally, or as the rows recorded it; balanced: with the balance loss, too.
+    """
 
     model: str = "qwen3"
     dtype: str = "float64"
@@ -38,6 +41,7 @@ class Case:
     entropy: bool = False
     cut: str = "tokens"
     order: int = 0
+    experts: Literal["natural", "replayed", "balanced"] = "natural"
 
     @property
     def critic(self) -> bool:
@@ -59,20 +63,25 @@ def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> 
         "entropy": (False, True),
         "cut": tuple(CUTS),
         "order": (0, 1),
+        "experts": ("natural", "replayed", "balanced"),
     }
 
 
-def all_cases(options: Mapping[str, Sequence], *, with_critic: Iterable[str]) -> Iterator[Case]:
+def all_cases(
+    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Iterable[str] = ()
+) -> Iterator[Case]:
     """Every combination that means something."""
     seen = set()
     for values in product(*options.values()):
-        case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic)
+        case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic, with_experts)
         if case not in seen:
             seen.add(case)
             yield case
 
 
-def covering_cases(options: Mapping[str, Sequence], *, with_critic: Iterable[str], seed: int = 0) -> list[Case]:
+def covering_cases(
+    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Iterable[str] = (), seed: int = 0
+) -> list[Case]:
     """Few cases in which every pair of values of two fields occurs, if it can: greedy, the same for a seed."""
     random = Random(seed)
     with_critic = tuple(with_critic)
@@ -83,7 +92,7 @@ def covering_cases(options: Mapping[str, Sequence], *, with_critic: Iterable[str
         for _ in range(40):
             values = {name: random.choice(list(values)) for name, values in options.items()}
             wanted = random.choice(sorted(missing, key=repr))
-            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), with_critic))
+            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), with_critic, with_experts))
         best = max(candidates, key=lambda case: len(missing & _pairs(case, options)))
         gained = missing & _pairs(best, options)
         idle = 0 if gained else idle + 1
@@ -97,8 +106,10 @@ def _pairs(case: Case, options: Mapping[str, Sequence]) -> set:
     return set(combinations([(name, getattr(case, name)) for name in options], 2))
 
 
-def _sensible(case: Case, with_critic: Iterable[str]) -> Case:
-    """A value loss has neither KL nor entropy, and not every model can be made a critic."""
+def _sensible(case: Case, with_critic: Iterable[str], with_experts: Iterable[str]) -> Case:
+    """A value loss has neither KL nor entropy, not every model can be made a critic, and critics route naturally."""
+    if case.critic or case.model not in with_experts:
+        case = replace(case, experts="natural")
     if not case.critic:
         return case
     model = case.model if case.model in with_critic else next(iter(with_critic), None)

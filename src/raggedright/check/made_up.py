@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from raggedright.check.models import has_vision
 from raggedright.check.reference import row_outputs
 from raggedright.rows import Rows
+from raggedright.tensors.routing import NOT_ROUTED, find_routers
 
 TokenFields = dict[str, object]
 
@@ -51,6 +52,7 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
                 )
                 fields.append(row)
     rows = Rows.from_records(records)
+    _record_experts(rng, model, rows, fields)
     with torch.no_grad():
         for i, row in enumerate(fields):
             log_probs, _ = row_outputs(model, rows, i, row)
@@ -58,6 +60,24 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
             row["ref_log_prob"] = log_probs + row.pop("ref_noise")
             row["rollout_log_probs"] = log_probs + row.pop("rollout_noise")
     return MadeUp(rows, fields)
+
+
+def _record_experts(rng: np.random.Generator, model: nn.Module, rows: Rows, fields: list[TokenFields]) -> None:
+    """Experts as a rollout leaves them: some other than the model's own, none at the end, none at all in some rows."""
+    routers = find_routers(model)
+    for i, row in enumerate(fields if routers else ()):
+        assert routers is not None
+        if rng.integers(0, 6) == 0:
+            continue
+        with torch.no_grad(), routers.recording() as recorded:
+            row_outputs(model, rows, i, row)
+        experts = recorded()
+        others = torch.from_numpy(rng.random((*experts.shape[:2], routers.num_experts))).argsort(-1)[
+            ..., : routers.topk
+        ]
+        changed = torch.from_numpy(rng.random(experts.shape[:2]) < 0.2)
+        row["routed_experts"] = torch.where(changed[..., None], others.to(experts.dtype), experts)
+        row["routed_experts"][-int(rng.integers(1, 3)) :] = NOT_ROUTED
 
 
 def _row(rng: np.random.Generator, config: PretrainedConfig, vocab: int, dtype: torch.dtype) -> TokenFields:

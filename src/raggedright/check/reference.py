@@ -5,18 +5,21 @@ padding, no weights fixed beforehand. Slow and obvious on purpose.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from raggedright.rows import Rows
+from raggedright.tensors.routing import Routers, find_routers
 
 if TYPE_CHECKING:
     from raggedright.check.cases import Case
     from raggedright.check.made_up import MadeUp, TokenFields
 
 CLIP_LOW, CLIP_HIGH, VALUE_CLIP, KL_COEF, ENTROPY_COEF, NORM_TOKENS = 0.2, 0.28, 0.2, 0.1, 0.05, 16
+BALANCE_COEF = 0.5
 
 
 def row_outputs(model: nn.Module, rows: Rows, i: int, row: "TokenFields") -> tuple[Tensor, Tensor]:
@@ -44,23 +47,55 @@ def reference_step(
     """Objective of a step over these rows, and its metrics."""
     losses: dict[int, Tensor] = {}
     metrics: dict[str, list[Tensor]] = {}
+    routed: list[tuple[list[Tensor], object]] = []
+    routers = None if case.experts == "natural" else find_routers(model)
     for i in positions:
         row = made_up.fields[i]
         mask = row["response_mask"]
         assert isinstance(mask, Tensor)
+        if mask.sum() == 0 and case.experts != "balanced":
+            continue
+        with _replaying(routers, row) as logits:
+            outputs, entropy = row_outputs(model, made_up.rows, i, row)
+        routed.append((logits, row.get("routed_experts")))
         if mask.sum() == 0:
             continue
-        outputs, entropy = row_outputs(model, made_up.rows, i, row)
         tokens = _loss_tokens(row, mask)
         loss, row_metrics = _row_losses(outputs[mask.bool()], entropy[mask.bool()], tokens, case)
         losses[i] = loss
         for name, value in row_metrics.items():
             metrics.setdefault(name, []).append(value.detach())
     objective = _aggregate(losses, made_up.rows, case.loss_agg)
+    if routers and case.experts == "balanced":
+        balance = torch.stack(
+            [_balance(routed, layer, routers.num_experts) for layer in range(routers.num_layers)]
+        ).mean()
+        objective = objective + BALANCE_COEF * balance
+        metrics["actor/balance_loss"] = [balance.detach()[None]]
     return objective, {
         "objective": objective.item(),
         **{name: torch.cat(values).mean().item() for name, values in metrics.items()},
     }
+
+
+def _replaying(routers: Routers | None, row: "TokenFields") -> AbstractContextManager[list[Tensor]]:
+    experts = row.get("routed_experts")
+    if routers is None or not isinstance(experts, Tensor):
+        return nullcontext([])
+    return routers.replaying(experts.long())
+
+
+def _balance(routed: Sequence[tuple[list[Tensor], object]], layer: int, num_experts: int) -> Tensor:
+    """Experts x the sum of each one's share of the choices x its mean probability, over all routed tokens at once."""
+    logits, choices = [], []
+    for of_layers, experts in routed:
+        if isinstance(experts, Tensor):
+            has_record = experts[:, layer, 0] >= 0
+            logits.append(of_layers[layer][has_record])
+            choices.append(experts[has_record, layer].long().flatten())
+    chosen = torch.cat(choices)
+    share = torch.bincount(chosen, minlength=num_experts).double() / len(chosen)
+    return num_experts * (share * torch.cat(logits).softmax(-1).mean(0)).sum()
 
 
 def reference_batch(made_up: "MadeUp") -> dict[str, float]:

@@ -6,6 +6,7 @@ the steps.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ from raggedright.check.cases import CUTS, Case
 from raggedright.check.made_up import MadeUp, make_up
 from raggedright.check.models import DTYPES, has_vision, load_model
 from raggedright.check.reference import (
+    BALANCE_COEF,
     CLIP_HIGH,
     CLIP_LOW,
     ENTROPY_COEF,
@@ -26,15 +28,18 @@ from raggedright.check.reference import (
     reference_batch,
     reference_step,
 )
+from raggedright.errors import ConfigError
 from raggedright.metrics import row_metrics
 from raggedright.plan.cut import Step
 from raggedright.plan.plan import Role, make_plan
+from raggedright.tensors.balance import balance_loss, count_experts, routings_of
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.media import image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
+from raggedright.tensors.routing import find_routers
 from raggedright.tensors.schema import infer_schema
 
 ACTOR_FIELDS = ("old_log_probs", "ref_log_prob", "advantages")
@@ -121,11 +126,25 @@ def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, cas
     """Add one rank's share of a step's gradient to the model's, and return its share of the metrics."""
     totals: dict[str, Tensor] = {}
     names = CRITIC_FIELDS if case.critic else ACTOR_FIELDS
+    routers = None if case.experts == "natural" else find_routers(model)
     for _, micro in batch.micro_batches(step, dp_rank, names):
-        sums = _critic_loss(model, micro) if case.critic else _actor_loss(model, micro, case)
-        sums.loss.backward()
+        with routers.replaying(micro.routing) if routers else nullcontext(()) as logits:
+            sums = _critic_loss(model, micro) if case.critic else _actor_loss(model, micro, case)
+            if routers and case.experts == "balanced":
+                of_ranks = [count_experts(routings_of(batch, step, rank), routers) for rank in range(case.dp)]
+                balance = balance_loss(logits, micro, sum(of_ranks, torch.zeros(())), routers)
+                sums = Sums(sums.loss + BALANCE_COEF * balance.loss, {**sums.metrics, **balance.metrics})
+            sums.loss.backward()
         totals = add_metrics([totals, sums.metrics, {"objective": sums.loss.detach()}])
     return totals
+
+
+def has_experts(name: str, dtype: str) -> bool:
+    """Whether the model has experts whose routing can be replayed."""
+    try:
+        return find_routers(_load(name, dtype, False)[0]) is not None
+    except ConfigError:
+        return False
 
 
 def batch_metrics(batch: TensorBatch) -> dict[str, float]:

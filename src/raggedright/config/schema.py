@@ -12,6 +12,7 @@ from raggedright.config.sections import (
     Checkpoint,
     Critic,
     Evaluation,
+    Experts,
     Logging,
     Model,
     Optimizer,
@@ -43,6 +44,7 @@ class Config(BaseSettings):
     rollout: Rollout = Rollout()
     train: Train
     algorithm: Algorithm = Algorithm()
+    experts: Experts = Experts()
     reference: Reference = Reference()
     optimizer: Optimizer = Optimizer()
     critic: Critic = Critic()

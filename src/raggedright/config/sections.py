@@ -125,6 +125,15 @@ class Train(Section):
     """Cost of a pair of tokens, in the same units."""
 
 
+class Experts(Section):
+    """A mixture of experts; without effect on a model that has none."""
+
+    replay: bool = True
+    """Train the actor on the experts that the rollout chose, with the current router's weights for them."""
+    balance_coef: NotNegative = 0.0
+    """Weight of the balance loss, which is 1 where all experts of a layer have the same load."""
+
+
 class Algorithm(Section):
     """Advantages and the policy's loss."""
 

@@ -36,11 +36,13 @@ class Job:
     future: "asyncio.Future[Generation]"
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    experts: list[NDArray[np.integer]] = field(default_factory=list)  # [positions, layers, topk] of each pass
 
     def finish(self, reason: FinishReason, version: int) -> None:
         """Answer with what there is, unless nobody waits any more."""
         if not self.future.done():
-            self.future.set_result(Generation(self.ids, self.log_probs, reason, version))
+            experts = np.concatenate(self.experts) if self.experts else None
+            self.future.set_result(Generation(self.ids, self.log_probs, reason, version, experts))
 
     def append(self, token: int, log_prob: float) -> FinishReason | None:
         """Take a token; why the generation ends with it, if it does."""
@@ -74,6 +76,10 @@ class _Group:
         self._take(self.cache.decode([job.ids[-1] for job in self.jobs], ahead=ahead), version)
 
     def _take(self, logits: Tensor, version: int) -> None:
+        experts = self.cache.routed_experts()
+        if experts is not None:
+            for job, of_row in zip(self.jobs, experts, strict=True):
+                job.experts.append(of_row[-len(job.context) :])
         chosen = choose(logits, self._settings, uniforms(self._words, self.cache.lengths))
         for job, token, log_prob in zip(self.jobs, *chosen, strict=True):
             reason = job.append(token, log_prob)

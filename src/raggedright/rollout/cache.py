@@ -9,7 +9,8 @@ layers can then be padded, joined and dropped in the same way.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from raggedright.errors import ConfigError
+from raggedright.tensors.routing import Routers
 
 # Columns that a cache grows by at least, unless its rows end sooner.
 _GROWTH = 16
@@ -70,8 +72,10 @@ class _Layer(DynamicLayer):
 class Forward:
     """A model as prefill and decode see it: which arguments it takes, where it is, how many layers are cached."""
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int) -> None:
+    def __init__(self, model: nn.Module, *, pad_token_id: int, routers: Routers | None = None) -> None:
         self.model = model
+        self._routers = routers
+        self.routed_experts: Tensor | None = None  # [B, columns, layers, topk] of the last pass, if they are recorded
         self.pad_token_id = pad_token_id
         self.num_layers = _num_plain_layers(model)
         self._modules = list(model.modules())
@@ -98,12 +102,21 @@ class Forward:
         try:
             for attributes in training:
                 attributes["training"] = False
-            with torch.no_grad():
+            with torch.no_grad(), self._recording(ids.shape):
                 out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
         finally:
             for attributes in training:
                 attributes["training"] = True
         return out.logits[:, -1]
+
+    @contextmanager
+    def _recording(self, shape: torch.Size) -> Iterator[None]:
+        if self._routers is None:
+            yield
+            return
+        with self._routers.recording() as experts:
+            yield
+        self.routed_experts = experts().unflatten(0, shape).cpu()
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
@@ -152,6 +165,11 @@ class RowCache:
         self._forward = forward
         self._cache = Cache(layers=[_Layer() for _ in range(forward.num_layers)])
         self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def routed_experts(self) -> NDArray[np.integer] | None:
+        """The experts of each row in the last pass, [B, columns, layers, topk]; a row's own are the last columns."""
+        experts = self._forward.routed_experts
+        return None if experts is None else experts.numpy()
 
     @property
     def _layers(self) -> "list[_Layer]":

@@ -26,12 +26,16 @@ from raggedright.rollout.protocol import EngineError, Generation, Request
 from raggedright.rollout.stops import Decodes, TextStops
 from raggedright.rollout.turns import Turns, fail
 from raggedright.rollout.weights import load_weights
+from raggedright.tensors.routing import Routers
 
 _NO_LIMIT = 1 << 40
 
 
 class LocalEngine:
-    """Generates with a model of this process; `shared` says that it is the one that trains, not a copy to load into."""
+    """Generates with a model of this process; `shared` says that it is the one that trains, not a copy to load into.
+
+    With the model's `routers`, the experts of every position are recorded.
+    """
 
     def __init__(
         self,
@@ -41,10 +45,11 @@ class LocalEngine:
         pad_token_id: int = 0,
         max_batch_rows: int = 512,
         shared: bool = True,
+        routers: Routers | None = None,
     ) -> None:
         if max_batch_rows < 1:
             raise ConfigError(f"max_batch_rows is {max_batch_rows}; a batch has 1 row or more")
-        self._forward = Forward(model, pad_token_id=pad_token_id)
+        self._forward = Forward(model, pad_token_id=pad_token_id, routers=routers)
         if not 0 <= pad_token_id < self._forward.vocabulary:
             raise ConfigError(f"pad_token_id is {pad_token_id} and the model has {self._forward.vocabulary:,} tokens")
         self._model = model

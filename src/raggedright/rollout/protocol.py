@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from raggedright.errors import ConfigError, RaggedRightError
 
 if TYPE_CHECKING:
+    from numpy import integer
+    from numpy.typing import NDArray
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -63,12 +65,17 @@ class Request:
 
 
 class Generation(NamedTuple):
-    """The tokens of one request, and the version of the weights that chose the last of them."""
+    """The tokens of one request, and the version of the weights that chose the last of them.
+
+    `routed_experts` [positions, layers, topk] are the experts of the context and of all new tokens but the last, which
+    was never fed to the model; None where the engine records none.
+    """
 
     ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    routed_experts: "NDArray[integer] | None" = None
 
 
 class Engine(Protocol):

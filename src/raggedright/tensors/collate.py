@@ -22,9 +22,8 @@ from raggedright.errors import RowsError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
 from raggedright.tensors.losses import TokenWeights
+from raggedright.tensors.routing import NOT_ROUTED
 from raggedright.tensors.schema import Fields
-
-NOT_ROUTED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ class MicroBatch:
     fields: Mapping[str, Tensor]  # per response token, [N]
     routing: Tensor | None  # recorded experts, as input_ids + [layers, topk]; -1 where none was recorded
     response_tokens: tuple[int, ...]  # of each row
+    real: Tensor | None = None  # with routing: where real rows' tokens are, as input_ids
 
     @property
     def padded(self) -> bool:
@@ -59,6 +59,7 @@ class MicroBatch:
             weights=self.weights.to(device),
             fields={name: value.to(device) for name, value in self.fields.items()},
             routing=None if self.routing is None else self.routing.to(device),
+            real=None if self.real is None else self.real.to(device),
         )
 
 
@@ -103,14 +104,16 @@ class Collator:
         within = _within(response)
         last = np.cumsum(sizes)[: len(rows)] - response  # where each row's response begins among all ids
         mean = np.where(rows.is_padding, 0.0, 1 / max(step_loss_tokens, 1))
+        routing, real = self._routing(rows, fields, lengths, inputs["input_ids"].shape)
         return MicroBatch(
             inputs=inputs,
             logit_index=torch.from_numpy(np.repeat(first, response) + within),
             labels=flat[torch.from_numpy(np.repeat(last, response) + within)],
             weights=TokenWeights.from_masks(_per_row(rows, fields, _mask_name(fields)), loss=weight, mean=mean),
             fields={name: _flat(_per_row(rows, fields, name)) for name in names},
-            routing=self._routing(fields, lengths, inputs["input_ids"].shape),
+            routing=routing,
             response_tokens=tuple(response.tolist()),
+            real=real,
         )
 
     def _fillers(self, fields: Sequence[Fields]) -> list[Fields]:
@@ -158,16 +161,24 @@ class Collator:
         axes = torch.cat((given, given[:, -1:] + torch.arange(1, more + 1)), dim=-1)[-3:]
         return torch.cat((text[None], axes))
 
-    def _routing(self, fields: Sequence[Fields], lengths: Ints, shape: torch.Size) -> Tensor | None:
-        given = [row.get("routed_experts") for row in fields]
-        first = next((experts for experts in given if isinstance(experts, Tensor)), None)
-        if first is None:
-            return None
-        routing = torch.full((shape.numel(), *first.shape[1:]), NOT_ROUTED, dtype=torch.long)
-        for start, experts in zip(self._starts(lengths).tolist(), given, strict=False):
-            if isinstance(experts, Tensor):
-                routing[start : start + len(experts)] = experts
-        return routing.view(*shape, *first.shape[1:])
+    def _routing(
+        self, rows: Rows, fields: Sequence[Fields], lengths: Ints, shape: torch.Size
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Recorded experts, and where real rows' tokens are."""
+        given = [
+            (i, experts) for i, row in enumerate(fields) if isinstance(experts := row.get("routed_experts"), Tensor)
+        ]
+        if not given:
+            return None, None
+        starts, at = self._starts(lengths), np.array([i for i, _ in given])
+        sizes = _sizes([experts for _, experts in given])
+        place = torch.from_numpy(np.repeat(starts[at], sizes) + _within(sizes))
+        experts = torch.cat([experts for _, experts in given])
+        routing = torch.full((shape.numel(), *experts.shape[1:]), NOT_ROUTED, dtype=torch.long)
+        routing[place] = experts.long()
+        real = torch.zeros(shape.numel(), dtype=torch.bool)
+        real[place] = torch.from_numpy(np.repeat(~rows.is_padding[at], sizes))
+        return routing.view(*shape, *experts.shape[1:]), real.view(shape)
 
 
 def _sequences(rows: Rows, fields: Sequence[Fields]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Models of a run: the actor, its frozen reference, the critic, and the tokenizer.
 
-Weights that are made on the spot depend on the seed alone. Dropout is zero everywhere: the same row must have the
-same log-probs in every micro-batch.
+Weights that are made on the spot depend on the seed alone. Dropout and routers' noise are zero everywhere: the same
+row must have the same log-probs in every micro-batch.
 """
 
 from pathlib import Path
@@ -85,6 +85,9 @@ def _model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> Pretraine
             config = AutoConfig.for_model(**values)  # pyright: ignore[reportArgumentType]
         except (ValueError, TypeError) as error:
             raise ConfigError(f"model.made: transformers refuses it ({error})") from None
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        text.output_router_logits = False  # transformers' balance loss, a mean over whatever is in a micro-batch
     if model.dtype == "float64":
         config._experts_implementation = "eager"  # grouped matrix products have no float64 kernel
     return config
@@ -112,6 +115,9 @@ def _load(
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]: a number, not a submodule
+        for name in ("jitter_noise", "router_jitter_noise", "input_jitter_noise"):  # of routers' inputs
+            if hasattr(module, name):
+                setattr(module, name, 0.0)
     if model.activation_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     return loaded.train(model.activation_checkpointing)  # transformers recomputes activations only in this mode

@@ -1,6 +1,6 @@
 """One round: sessions run, their rows are sealed, planned, weighed and trained. It reads as the algorithm."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +11,16 @@ from raggedright.advantages import Scores
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
 from raggedright.plan.plan import Plan, Role, make_plan
+from raggedright.store.protocol import RowEntry
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.off_policy import off_policy_metrics
+from raggedright.tensors.routing import ROUTED
 from raggedright.tensors.schema import Fields, Schema, infer_schema
 from raggedright.train.advantages import TokenAdvantages, token_advantages
 from raggedright.train.clock import Clock
+from raggedright.train.experts import replaying
 from raggedright.train.passes import PerRow, TokenTable, computing, run_forward
 from raggedright.train.sealed import SealedRound, seal_round
 from raggedright.train.setup import Setup
@@ -89,10 +92,21 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
     keys = sealed.keys
     found = setup.store.get([keys[p] for p in own], ROW_FIELDS)
     fields: list[Fields] = [{} for _ in keys]
+    if setup.experts:
+        found = _with_routing(setup, [sealed.entries[p] for p in own], found)
     for p, row in zip(own, found, strict=True):
         fields[p] = row
     schema = infer_schema(sealed.rows.take(np.array(own, dtype=np.int64)), found) if own else Schema({})
     return TensorBatch.of(plan, fields, schema, setup.collator)
+
+
+def _with_routing(setup: Setup, entries: Sequence[RowEntry], found: Sequence[Fields]) -> list[Fields]:
+    """Rows with their recorded experts, where they have any: one that never generated has none."""
+    routed = [i for i, entry in enumerate(entries) if entry.tags.get(ROUTED)]
+    rows = [*found]
+    for i, more in zip(routed, setup.store.get([entries[i].key for i in routed], ("routed_experts",)), strict=True):
+        rows[i] = {**found[i], **more}
+    return rows
 
 
 def own_positions(plan: Plan, dp_rank: int) -> list[int]:
@@ -118,7 +132,8 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, PerR
     totals: dict[str, Tensor] = {}
 
     def log_probs(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
-        return forward_log_probs(model, micro, temperature=config.rollout.temperature).log_probs
+        with replaying(setup.experts if model is setup.actor.model else None, micro):
+            return forward_log_probs(model, micro, temperature=config.rollout.temperature).log_probs
 
     with computing(config.model, world):
         of_model = {name: lambda micro, model=model: log_probs(model, micro) for name, model in outputs.items()}
@@ -171,7 +186,9 @@ def train_roles(setup: Setup, batch: TensorBatch, round: int) -> dict[str, float
     if "actor" in roles:
         fields = ("old_log_probs", "advantages", *(("ref_log_probs",) if config.reference.kl == "loss" else ()))
         loss = actor_loss(config, setup.actor)
-        metrics |= train_role("actor", batch, setup.actor, loss, fields, config=config, round=round, world=world)
+        metrics |= train_role(
+            "actor", batch, setup.actor, loss, fields, config=config, round=round, world=world, experts=setup.experts
+        )
     return metrics
 
 

@@ -20,8 +20,11 @@ from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import Store
 from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator
+from raggedright.tensors.packs import check_packs
 from raggedright.tensors.padding import padding_token_id
 from raggedright.tensors.parallel import shard
+from raggedright.tensors.routing import find_routers
+from raggedright.train.experts import ActorExperts, actor_experts
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.optimizer import Learner
 from raggedright.train.world import World
@@ -42,6 +45,7 @@ class Setup:
     reference: nn.Module | None
     critic: Learner | None
     whole: nn.Module  # the actor unsharded: itself, or the engine's copy
+    experts: ActorExperts | None
     engine: Engine
     runner: Runner
     store: Store
@@ -70,13 +74,17 @@ def set_up(config: Config, world: World) -> Setup:
     token_id = padding_token_id(tokenizer)
     sharded = config.parallel.shard == "fsdp2"
     whole = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
+    experts = actor_experts(actor, config.experts)
     engine = LocalEngine(
         whole,
         tokenizer=tokenizer,
         pad_token_id=token_id,
         max_batch_rows=config.rollout.max_batch_rows,
         shared=not sharded,
+        routers=find_routers(whole) if experts else None,
     )
+    collator = Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens)
+    check_packs(whole, collator)
     critic = None
     if config.has_critic:
         model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed)
@@ -91,6 +99,7 @@ def set_up(config: Config, world: World) -> Setup:
         reference=reference,
         critic=critic,
         whole=whole,
+        experts=experts,
         engine=engine,
         runner=Runner(
             agent=agent,
@@ -99,7 +108,7 @@ def set_up(config: Config, world: World) -> Setup:
             settings=rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens),
         ),
         store=open_store(config.store.backend, config.out),
-        collator=Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens),
+        collator=collator,
     )
 
 

@@ -10,10 +10,12 @@ import torch
 
 from raggedright.config.schema import Config
 from raggedright.plan.plan import Role
+from raggedright.tensors.balance import load_metrics
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
+from raggedright.train.experts import ActorExperts, replaying
 from raggedright.train.optimizer import Learner, scale
 from raggedright.train.passes import computing
 from raggedright.train.world import World
@@ -21,7 +23,7 @@ from raggedright.train.world import World
 Loss = Callable[[MicroBatch, float], Sums]  # of a micro-batch, when this share of the run is done
 
 # These carry the objective's weights and are means over steps; all others are means over loss tokens.
-OBJECTIVES = ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "critic/vf_loss")
+OBJECTIVES = ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/balance_loss", "critic/vf_loss")
 
 
 def actor_loss(config: Config, learner: Learner) -> Loss:
@@ -73,6 +75,7 @@ def train_role(
     config: Config,
     round: int,
     world: World,
+    experts: ActorExperts | None = None,
 ) -> dict[str, float]:
     """Take a role's steps of the round; metrics are the same on every rank."""
     steps = batch.plan.steps(role)
@@ -80,22 +83,27 @@ def train_role(
     shares: list[dict[str, torch.Tensor]] = []
     num_tokens: list[int] = []
     of_optimizer: dict[str, list[float]] = {}
+    counts = experts.count(batch, steps, world) if experts else None
     for number, step in enumerate(steps, 1):
         if step.skipped:
             continue
         done = (round - 1 - first + number / len(steps)) / (config.train.rounds - first)
         totals: dict[str, torch.Tensor] = {}
         for _, micro in batch.micro_batches(step, world.dp_rank, fields):
-            with computing(config.model, world):
-                sums = loss(micro.to(world.device), done)
-            sums.loss.backward()
+            here = micro.to(world.device)
+            with replaying(experts, here) as logits:
+                with computing(config.model, world):
+                    sums = loss(here, done)
+                if experts and counts is not None:
+                    sums = experts.with_balance(sums, logits, here, counts[number - 1])
+                sums.loss.backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         for name, value in learner.step(done).items():
             of_optimizer.setdefault(name, []).append(value)
         shares.append(totals)
         num_tokens.append(int(batch.rows.loss_tokens[step.row].sum()))
-    metrics = _over_steps(shares, num_tokens, world)
+    metrics = _over_steps(shares, num_tokens, world) | ({} if counts is None else load_metrics(counts))
     return metrics | {
         name: values[-1] if name.endswith("/lr") else sum(values) / len(values) for name, values in of_optimizer.items()
     }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raggedright.advantages import Scores
+from raggedright.agents.vision import IMAGE_FIELDS
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
 from raggedright.plan.plan import Plan, Role, make_plan
@@ -87,7 +88,7 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
     """This rank's rows from the store, and padding rows like them."""
     own = own_positions(plan, setup.world.dp_rank)
     keys = sealed.keys
-    found = setup.store.get([keys[p] for p in own], ROW_FIELDS)
+    found = setup.store.get([keys[p] for p in own], (*ROW_FIELDS, *(IMAGE_FIELDS if setup.vision else ())))
     fields: list[Fields] = [{} for _ in keys]
     for p, row in zip(own, found, strict=True):
         fields[p] = row

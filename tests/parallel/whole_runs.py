@@ -76,7 +76,7 @@ IMAGES: dict[str, dict[str, object]] = {
 
 
 async def look(task: Task, session: Session) -> float:
-    """One to three trajectories of two turns; images in the prompts of some, between the turns of others, or nowhere."""
+    """One to three trajectories of two turns, some with an image in the prompt, some with one between the turns."""
     good, draw, seen = 0, session.random, f"{START}{session.image}{END}"
     for i in range(draw.randint(1, 3)):
         images = [paint(draw.choices("rgb", k=draw.randint(1, 3)), draw) for _ in range(2)]

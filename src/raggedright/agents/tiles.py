@@ -55,10 +55,12 @@ class Tiles:
         """One trajectory a tile, one after another."""
         squares = _squares_of(task)
         note: str | None = "-"
+        num_shown = 0
         for tile in cut(squares, session.random, max_chunks=3):
             if session.random.random() < self._told:
                 trajectory = session.trajectory(f"{note}:{''.join(tile)}=", role="told")
             else:
+                num_shown += 1
                 image = paint(tile, session.random)
                 trajectory = session.trajectory(f"{note}:{START}{session.image}{END}=", images=[image], role="shown")
             reply = await trajectory.generate(max_tokens=REPLY_TOKENS)
@@ -66,7 +68,7 @@ class Tiles:
             if note is None:
                 break
         exact = note == str(squares.count("r"))
-        session.report(exact_match=float(exact), well_formed=float(note is not None))
+        session.report(exact_match=exact, well_formed=note is not None, images=num_shown)
         return FORM_REWARD * (note is not None) + EXACT_REWARD * exact
 
 

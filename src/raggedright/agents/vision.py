@@ -77,7 +77,7 @@ class Look:
             raise SessionError(
                 f"a text has {places:,} placeholders ({vision.placeholder}) and {len(images):,} images; they must agree"
             )
-        options: dict = {"add_special_tokens": False, "return_tensors": "pt"}
+        options: dict = {"add_special_tokens": False, "return_mm_token_type_ids": False, "return_tensors": "pt"}
         try:
             made = vision.processor(text=[text], images=images, **options)
         except ValueError as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
@@ -94,8 +95,9 @@ def _model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> Pretraine
             values = made_values(model.made, tokenizer)
         try:
             config = AutoConfig.for_model(**values)  # pyright: ignore[reportArgumentType]
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"model.made: transformers refuses it ({error})") from None
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            cause = " ".join(str(error).split())
+            raise ConfigError(f"model.made: transformers refuses it ({cause})") from None
     if has_vision(config):
         check_family(config)
     if model.dtype == "float64":

@@ -85,9 +85,9 @@ def _check_any(sealed: SealedRound) -> None:
 
 
 def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
-    """This rank's rows from the store, and padding rows like them."""
-    own = own_positions(plan, setup.world.dp_rank)
+    """This rank's rows from the store, and padding rows like them; a rank without a row looks at the first one."""
     keys = sealed.keys
+    own = own_positions(plan, setup.world.dp_rank) or [*range(len(keys))][:1]
     found = setup.store.get([keys[p] for p in own], (*ROW_FIELDS, *(IMAGE_FIELDS if setup.vision else ())))
     fields: list[Fields] = [{} for _ in keys]
     for p, row in zip(own, found, strict=True):

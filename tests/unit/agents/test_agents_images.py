@@ -1,6 +1,8 @@
 """Images in contexts: the processor's tokens and pixels are recorded as they are, and what cannot be is told."""
 
 import copy
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from raggedright.store.protocol import Store
 from unit.agents.scripted import NoiseEngine, ScriptEngine, causes, run
 from unit.vision_cases import END, START, load
 
+PAGE = (Path(__file__).parents[3] / "docs" / "images.md").read_text()
 _, TOKENIZER, VISION = load("qwen3_vl")
 EOS = TOKENIZER.eos_token_id
 IMAGE = VISION.image_token_id
@@ -88,7 +91,7 @@ def test_messages_have_their_images_in_parts_and_go_on_after_a_reply():
         await talk.generate()
         return 1.0
 
-    store, engine = run_one(agent, [4, EOS], [5, EOS], tokenizer=chat)
+    store, _ = run_one(agent, [4, EOS], [5, EOS], tokenizer=chat)
     (row,) = fields(store)
     text = f"r:{SEEN}12=-4<eos>g:3{SEEN}=-5<eos>"
     assert row["input_ids"].tolist() == TOKENIZER.encode(text, add_special_tokens=False)
@@ -170,6 +173,21 @@ def test_a_malformed_note_ends_the_session():
     )
     (entry,) = store.list()
     assert (entry.score, len(entry.rows)) == (0.0, 1)
+
+
+def test_the_agent_of_the_page_looks_and_is_recorded(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    Image.new("RGB", (16, 8)).save(tmp_path / "picture.png")
+    task = (Task(uid="p", data={"path": str(tmp_path / "picture.png")}), 0)
+    engine = ScriptEngine([5, EOS], [5, EOS], [7, EOS])
+    store = run(names["describe"], [task], engine=engine, tokenizer=TOKENIZER, vision=VISION)
+    (entry,) = store.list()
+    assert (entry.cause, entry.score) == ("", 1.0)
+    looked, text = fields(store)
+    assert looked["multi_modal_inputs"]["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]]
+    assert text["multi_modal_inputs"] == {}
 
 
 def test_positions_refuse_a_row_whose_placeholders_do_not_fit():

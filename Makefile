@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train train-smollm2 verify verify-curves verify-moe test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train config-page picture clean
+.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train config-page picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -20,6 +20,9 @@ verify-curves: .venv/installed ## 20 rounds, cut in five ways, drawn together in
 
 verify-moe: .venv/installed ## a mixture of experts on three seeds, and what router replay is worth; about ten minutes
 	$(BIN)/python verification/verify_moe.py $(ARGS)
+
+verify-vlm: .venv/installed ## images: a vision-language model on three seeds; writes docs/verification_vlm.md
+	$(BIN)/python verification/verify_vlm.py
 
 test: .venv/installed lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"

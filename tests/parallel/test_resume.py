@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.launch import launch
-from parallel.whole_runs import EXPERTS, distance, rollouts_of, train_one, weights_of, write_run
+from parallel.whole_runs import EXPERTS, IMAGES, distance, rollouts_of, train_one, weights_of, write_run
 from raggedright.config import load_config
 from raggedright.config.resume import changes
 from raggedright.errors import ConfigError
@@ -58,6 +58,20 @@ def train_until(monkeypatch: pytest.MonkeyPatch, folder: Path, round: int, *, cr
         else:
             assert loop.train(load_config(folder / "config.toml"), ALONE) == "interrupted"
             (folder / "stop").unlink()
+
+
+def test_a_run_with_images_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Its rows, with their pixels, come from the store; the processor is beside the exported model."""
+    short = {"train": {"rounds": 2, "epochs": 1}, "checkpoint": {"every": 1}}
+    whole, cut = (write_run(tmp_path / name, IMAGES, short) for name in ("whole", "cut"))
+    train_one(whole, ALONE)
+    train_until(monkeypatch, cut, 2, crash=True)
+    checkpoint = last_checkpoint(cut)
+    assert checkpoint is not None
+    assert checkpoint[0] == 1
+    train_one(cut, ALONE)
+    assert distance(weights_of(cut), weights_of(whole)) == 0
+    assert (cut / "model" / "processor_config.json").is_file()
 
 
 def scores_of(folder: Path) -> list[float]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from raggedright.agents.digits import SYMBOLS, digits_of
 from raggedright.agents.session import Session, Task
+from raggedright.agents.tiles import END, START, paint
+from raggedright.agents.tiles import SYMBOLS as TILE_SYMBOLS
 from raggedright.config import dump_config, load_config
 from raggedright.config.load import make_config
 from raggedright.store.sqlite import SqliteStore
@@ -18,7 +21,7 @@ from raggedright.train.optimizer import Learner
 from raggedright.train.round import ROW_FIELDS
 from raggedright.train.world import World
 
-BASE = {
+BASE: dict[str, Any] = {
     "seed": 3,
     "model": {
         "made": {
@@ -45,6 +48,45 @@ BASE = {
     "optimizer": {"lr": 3e-3},
     "logging": {"tensorboard": False},
 }
+IMAGES: dict[str, dict[str, object]] = {
+    "model": {
+        "made": {
+            "model_type": "qwen3_vl",
+            "text_config": {
+                **{name: value for name, value in BASE["model"]["made"].items() if name != "model_type"},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]},
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 7,
+                "out_hidden_size": 16,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+                "initializer_range": 0.1,
+            },
+        },
+        "symbols": TILE_SYMBOLS,
+    },
+    "prompts": {"source": "raggedright.agents.tiles:tasks"},
+    "agent": {"name": "parallel.whole_runs:look"},
+}
+
+
+async def look(task: Task, session: Session) -> float:
+    """One to three trajectories of two turns, some with an image in the prompt, some with one between the turns."""
+    good, draw, seen = 0, session.random, f"{START}{session.image}{END}"
+    for i in range(draw.randint(1, 3)):
+        images = [paint(draw.choices("rgb", k=draw.randint(1, 3)), draw) for _ in range(2)]
+        first_shown, second_shown = draw.random() < 0.4, draw.random() < 0.4
+        trajectory = session.trajectory(f"{i}:{seen if first_shown else 'rg'}=", images=images[:1] * first_shown)
+        first = await trajectory.generate(max_tokens=draw.randint(1, 4))
+        trajectory.observe(f"g{seen if second_shown else ''}", images=images[1:] * second_shown)
+        second = await trajectory.generate(max_tokens=2)
+        good += sum(token % 3 == 0 for token in (*first.ids, *second.ids))
+    return good / 4
 
 
 EXPERTS: dict[str, dict[str, object]] = {

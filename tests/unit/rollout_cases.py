@@ -12,8 +12,10 @@ from raggedright.check.models import load_model
 from raggedright.rollout.local import LocalEngine
 from raggedright.rollout.protocol import Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
+from raggedright.tensors.media import placeholder_ids
 
 VOCABULARY = 40
+TEXT = 35  # tokens below those that stand for images in the vision-language model
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -70,7 +72,7 @@ def requests_of(count: int, *, seed: int = 0, cuts: bool = False, longest: int =
             top_p=float(rng.choice([1.0, 0.9, 0.3])) if cuts else 1.0,
             stop_ids=frozenset(rng.integers(0, VOCABULARY, 2).tolist()),
         )
-        ids = rng.integers(0, VOCABULARY, rng.integers(1, longest + 1)).tolist()
+        ids = rng.integers(0, TEXT, rng.integers(1, longest + 1)).tolist()
         requests.append(Request(ids=ids, sampling=sampling, noise=key(number, seed=seed)))
     return requests
 
@@ -89,6 +91,7 @@ def full_log_probs(model: nn.Module, request: Request, answer: Generation) -> li
     ids = torch.tensor([[*request.ids, *answer.ids]])
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0]
+    logits[:, placeholder_ids(model.config)] = -torch.inf
     log_probs = torch.log_softmax(logits.double() / (request.sampling.temperature or 1.0), dim=-1)
     index = torch.arange(len(request.ids) - 1, ids.shape[1] - 1)
     return log_probs[index, ids[0, len(request.ids) :]].tolist()

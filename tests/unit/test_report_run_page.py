@@ -12,8 +12,9 @@ import pytest
 from raggedright.cli import report as command
 from raggedright.report.event_fields import EventsError
 from raggedright.report.events import EventLog
+from raggedright.report.run_events import SampledSession, SampledTrajectory, Samples
 from raggedright.report.run_page import write_report
-from raggedright.report.run_samples import shade
+from raggedright.report.run_samples import shade, shown_samples
 from raggedright.report.visible import visible
 from unit.made_runs import CONFIG, HOSTILE, START, made_round, write_hostile_run, write_run
 
@@ -103,6 +104,20 @@ def test_tokens_are_shaded_by_their_advantage_and_say_it(run):
     assert any(kind.startswith("up") for kind in kinds)
     assert any(re.fullmatch(r"advantage [+−][\d.]+, log-prob .+", value) for value in page.values("title"))  # noqa: RUF001
     assert [shade(a, 2.0) for a in (2, 0.1, 0, -0.1, -2)] == ["up4", "up1", "flat", "down1", "down4"]
+
+
+def test_the_tokens_of_an_image_are_shown_as_one_and_counted():
+    pad = "<|image_pad|>"
+    tokens = ("1", *[pad] * 900, "=", "7", "7", "7", "7", "7", *[pad] * 3)
+    trajectory = SampledTrajectory(
+        role="", reward=None, tokens=tokens, prompt_tokens=902, mask=(1,) * 5 + (0,) * 3,
+        advantages=(1,) * 5 + (0,) * 3, log_probs=(-1,) * 5 + (0,) * 3, finish_reason="stop",
+    )  # fmt: skip
+    session = SampledSession(prompt="p", session=0, score=1.0, task={}, trajectories=(trajectory,))
+    ((shown,), _) = shown_samples([Samples(round=1, sessions=(session,))])
+    (row,) = shown.sessions[0].trajectories
+    assert [token.text for token in row.tokens] == ["1", f"{pad} x 900", "=", *"77777", pad, pad, pad]
+    assert (row.note, row.facts[0]) == ("", "910 tokens")
 
 
 def test_an_ordinary_page_is_harmless_and_small(run):

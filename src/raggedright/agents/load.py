@@ -16,6 +16,7 @@ SHIPPED = {
     "chat": "raggedright.agents.chat:Chat",
     "compaction": "raggedright.agents.compaction:compact",
     "delegation": "raggedright.agents.delegation:delegate",
+    "tiles": "raggedright.agents.tiles:Tiles",
 }
 
 

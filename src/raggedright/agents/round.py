@@ -20,6 +20,7 @@ from raggedright.agents.causes import cause_of, one_line
 from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
+from raggedright.agents.vision import Vision
 from raggedright.agents.watchdog import Clock, Guarded, GuardedLoop, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
@@ -109,8 +110,10 @@ class Round:
         tokenizer: PreTrainedTokenizerBase,
         settings: RolloutSettings,
         recorder: Recorder,
+        vision: Vision | None = None,
     ) -> None:
         self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
+        self._vision = vision
         self._recorder = recorder
         self._context_tokens = engine.context_tokens
         self._grace = min(MOST_GRACE, settings.timeout)
@@ -179,6 +182,7 @@ class Round:
             settings=settings,
             generate=self._generate,
             context_tokens=self._context_tokens,
+            vision=self._vision,
         )
         guard = Guarded(self._clock, settings.timeout)
         self._active[guard] = session

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from raggedright.agents.round import OnDone, Recorder, Round
 from raggedright.agents.session import Agent, Task
 from raggedright.agents.settings import RolloutSettings
+from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine
 from raggedright.store.protocol import SessionKey, Store
@@ -28,12 +29,19 @@ __all__ = ["RolloutSettings", "Runner"]
 
 
 class Runner:
-    """Runs an agent on tasks, with an engine; `run` can be called again and again."""
+    """Runs an agent on tasks, with an engine; `run` can be called again and again. `vision` is for images."""
 
     def __init__(
-        self, *, agent: Agent, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings
+        self,
+        *,
+        agent: Agent,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutSettings,
+        vision: Vision | None = None,
     ) -> None:
         self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
+        self._vision = vision
         self._round: Round | None = None
 
     def run(
@@ -70,7 +78,7 @@ class Runner:
                     del next_attempt[pair], pairs[pair]
         keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
         recorder = Recorder(store, keys, on_done)
-        self._round = Round(self._agent, self._engine, self._tokenizer, settings, recorder)
+        self._round = Round(self._agent, self._engine, self._tokenizer, settings, recorder, self._vision)
         try:
             self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
         finally:

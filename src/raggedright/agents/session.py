@@ -8,7 +8,7 @@ reporting raise a SessionError, so that a task which goes on regardless adds not
 """
 
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.tokens import Message, Tokens
 from raggedright.agents.trajectory import Generate, Reply, Trajectory
 from raggedright.agents.values import SessionError, finite, is_text
+from raggedright.agents.vision import Picture, Vision
 from raggedright.store.protocol import NewRow, SessionKey
 
 __all__ = ["Agent", "Message", "Reply", "Session", "SessionError", "Task", "Trajectory"]
@@ -34,8 +35,8 @@ class Session:
     """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it."""
 
     __slots__ = (
-        "_context_tokens", "_ended", "_generate", "_metrics", "_settings", "_trajectories", "key", "random", "task",
-        "tokenizer",
+        "_context_tokens", "_ended", "_generate", "_metrics", "_settings", "_trajectories", "_vision", "key",
+        "random", "task", "tokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -47,17 +48,22 @@ class Session:
         settings: RolloutSettings,
         generate: Generate,
         context_tokens: int,
+        vision: Vision | None = None,
     ) -> None:
         self.task, self.key, self.tokenizer = task, key, tokenizer
         names = f"{settings.seed}/{key.round}/{key.session}/{key.attempt}/{key.prompt}"
         self.random = random.Random(names.encode())
         self._settings, self._generate, self._context_tokens = settings, generate, context_tokens
+        self._vision = vision
         self._trajectories: list[Trajectory] = []
         self._metrics: dict[str, float] = {}
         self._ended = ""
 
-    def trajectory(self, prompt: Tokens, *, role: str = "agent") -> Trajectory:
-        """Open a fresh context; text is encoded without special tokens, messages by the tokenizer's template."""
+    def trajectory(self, prompt: Tokens, *, images: Sequence[Picture] = (), role: str = "agent") -> Trajectory:
+        """Open a fresh context; text is encoded without special tokens, messages by the tokenizer's template.
+
+        A text has a placeholder (`session.image`) for each of `images`; messages have theirs in parts.
+        """
         self.check_open()
         number, most = len(self._trajectories), self._settings.max_trajectories
         if number >= most:
@@ -67,7 +73,7 @@ class Session:
             )
         if not isinstance(role, str) or not is_text(role):
             raise SessionError(f"row {self.name}/{number}: role is {role!r:.60}; it takes text")
-        trajectory = Trajectory(self, number, role, prompt)
+        trajectory = Trajectory(self, number, role, prompt, images)
         self._trajectories.append(trajectory)
         return trajectory
 
@@ -78,6 +84,13 @@ class Session:
             if (number := finite(value)) is None or not is_text(name):
                 raise SessionError(f"session {self.name}: report({name!r:.60}) has {value!r:.60}; give finite numbers")
             self._metrics[name] = number
+
+    @property
+    def image(self) -> str:
+        """What stands for one image in a text."""
+        if self._vision is None:
+            raise SessionError(f"session {self.name}: the model sees no images; use a vision-language model")
+        return self._vision.placeholder
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ The surprise: that cut begins with the token that ends a turn. A model that has 
 twice; one that was stopped by its length has not, and gets it as an observation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 
 from tokenizers import Tokenizer
@@ -16,8 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.values import SessionError
 
-Message = Mapping[str, str]
+Message = Mapping[str, object]
 Tokens = str | Sequence[int] | Sequence[Message]
+
+Encode = Callable[[str], list[int]]
+"""A text to ids in another way than the tokenizer's own: with the images in it."""
 
 _REPLY = "\ue000reply\ue000"  # characters for private use: no whitespace that a template would strip
 
@@ -27,15 +30,16 @@ def is_chat(tokens: Tokens) -> bool:
     return not isinstance(tokens, str) and len(tokens) > 0 and isinstance(tokens[0], Mapping)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, *, most: int) -> list[int]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, tokens: Tokens, *, most: int, with_images: Encode | None = None
+) -> list[int]:
     """Token ids of a prompt or an observation; messages come with the generation prompt.
 
     Of a text with far more than `most` tokens, those of its beginning.
     """
-    if isinstance(tokens, str):
-        return _ids(tokenizer, tokens, most)
-    if is_chat(tokens):
-        return _ids(tokenizer, _render(tokenizer, _messages(tokens)), most)
+    if isinstance(tokens, str) or is_chat(tokens):
+        text = tokens if isinstance(tokens, str) else _render(tokenizer, _messages(tokens))
+        return with_images(text) if with_images else _ids(tokenizer, text, most)
     size = len(tokenizer)
     ids = []
     for i, token in enumerate(tokens):
@@ -50,7 +54,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, *, most: int) -> 
 
 
 def encode_turn(
-    tokenizer: PreTrainedTokenizerBase, history: Sequence[Message], new: Tokens, *, last_id: int, most: int
+    tokenizer: PreTrainedTokenizerBase,
+    history: Sequence[Message],
+    new: Tokens,
+    *,
+    last_id: int,
+    most: int,
+    with_images: Encode | None = None,
 ) -> tuple[list[int], list[Message]]:
     """Ids that follow a reply to `history` when messages come, and these; `last_id` ends the context so far."""
     messages = _messages(new)
@@ -58,7 +68,7 @@ def encode_turn(
     _, found, behind = text.rpartition(_REPLY)
     if not found:
         raise SessionError("the chat template leaves out an assistant's reply; observe text or ids instead of messages")
-    ids = _ids(tokenizer, behind, most)
+    ids = with_images(behind) if with_images else _ids(tokenizer, behind, most)
     return (ids[1:] if ids[:1] == [last_id] else ids), messages
 
 
@@ -107,7 +117,7 @@ def _messages(tokens: Tokens) -> list[Message]:
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     if not tokenizer.chat_template:
         raise SessionError("the tokenizer has no chat template; give text or token ids, or set one in its folder")
-    conversation = [dict(message) for message in messages]
+    conversation: list[dict] = [dict(message) for message in messages]
     text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     assert isinstance(text, str)
     return text

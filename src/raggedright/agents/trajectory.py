@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raggedright.agents.tokens import Message, Tokens, decode, encode, encode_turn, is_chat
 from raggedright.agents.values import SessionError, finite
+from raggedright.agents.vision import Look, Picture, join_media, pictures_of
 from raggedright.rollout.protocol import FinishReason, Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
 from raggedright.store.protocol import NewRow
@@ -50,15 +51,18 @@ class Trajectory:
     """One context of a session: a prompt, then generated and observed tokens. `reward` is its own, if it has one."""
 
     __slots__ = (
-        "_chat", "_experts", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_prompt_tokens",
-        "_session", "_turn_start", "_weight_version", "number", "reward", "role",
+        "_chat", "_experts", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_media",
+        "_prompt_tokens", "_session", "_turn_start", "_weight_version", "number", "reward", "role",
     )  # fmt: skip
 
-    def __init__(self, session: "Session", number: int, role: str, prompt: Tokens) -> None:
+    def __init__(
+        self, session: "Session", number: int, role: str, prompt: Tokens, images: Sequence[Picture] = ()
+    ) -> None:
         self._session, self.number, self.role = session, number, role
         self.reward: float | None = None
         self._ids: list[int] = []
-        self._ids = self._encode(prompt)
+        self._media: list[Mapping[str, Tensor]] = []
+        self._ids = self._encode(prompt, images)
         if not self._ids:
             raise SessionError(f"row {self.name} has an empty prompt; a trajectory begins with a token or more")
         self._chat: list[Message] | None = [dict(message) for message in prompt] if is_chat(prompt) else None  # type: ignore[arg-type]
@@ -84,7 +88,7 @@ class Trajectory:
         """Go on from the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row."""
         self._check_idle()
         sampling = self._sampling(max_tokens, stop)
-        request = Request(ids=self.ids, sampling=sampling, noise=self._noise())
+        request = Request(ids=self.ids, sampling=sampling, noise=self._noise(), media=join_media(self._media))
         self._generating = True
         try:
             generation = await self._session._generate(request)
@@ -102,10 +106,10 @@ class Trajectory:
         text = decode(self._session.tokenizer, generation.ids)
         return Reply([*generation.ids], text, generation.finish_reason)
 
-    def observe(self, tokens: Tokens) -> None:
+    def observe(self, tokens: Tokens, *, images: Sequence[Picture] = ()) -> None:
         """Add tokens that carry no loss; messages go on the chat after a reply, with the next generation prompt."""
         self._check_idle()
-        ids = self._encode_turn(tokens) if is_chat(tokens) else self._encode(tokens)
+        ids = self._encode_turn(tokens, images) if is_chat(tokens) else self._encode(tokens, images)
         self._ids += ids
         self._mask += [0] * len(ids)
         self._log_probs += [0.0] * len(ids)
@@ -118,6 +122,7 @@ class Trajectory:
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
         experts = {} if self._experts is None else {"routed_experts": fill_up(self._experts, len(self._ids))}
+        vision = self._session._vision
         return NewRow(
             prompt_tokens=self._prompt_tokens,
             response_tokens=len(self._mask),
@@ -127,6 +132,7 @@ class Trajectory:
                 "response_mask": _vector(self._mask, np.int64),
                 "rollout_log_probs": _vector(self._log_probs, np.float32),
                 **experts,
+                **(vision.fields(self._ids, join_media(self._media)) if vision else {}),
             },
             tags={
                 "role": self.role,
@@ -172,17 +178,20 @@ class Trajectory:
             raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
         return _limited(settings.sampling, min(most, room), texts)
 
-    def _encode(self, tokens: Tokens) -> list[int]:
+    def _encode(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
         if not isinstance(tokens, str) and not is_chat(tokens):
             self._check_length(len(tokens))
         try:
-            ids = encode(self._session.tokenizer, tokens, most=self._room)
+            look = self._look(tokens, images)
+            ids = encode(self._session.tokenizer, tokens, most=self._room, with_images=look)
+            self._check_images(ids, look)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
         self._check_length(len(ids))
+        self._media += [look.media] if look else []
         return ids
 
-    def _encode_turn(self, tokens: Tokens) -> list[int]:
+    def _encode_turn(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
         if self._chat is None:
             raise SessionError(
                 f"row {self.name}: messages are observed and its prompt was text or ids; open it with messages, too"
@@ -194,12 +203,32 @@ class Trajectory:
         tokenizer = self._session.tokenizer
         reply = {"role": "assistant", "content": decode(tokenizer, self._ids[self._turn_start :])}
         try:
-            ids, messages = encode_turn(tokenizer, self._chat, tokens, last_id=self._ids[-1], most=self._room)
+            look = self._look(tokens, images)
+            ids, messages = encode_turn(
+                tokenizer, self._chat, tokens, last_id=self._ids[-1], most=self._room, with_images=look
+            )
+            self._check_images(ids, look)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
         self._check_length(len(ids))
+        self._media += [look.media] if look else []
         self._chat += [reply, *messages]
         return ids
+
+    def _look(self, tokens: Tokens, images: Sequence[Picture]) -> Look | None:
+        """How a text with images is encoded; None where there are none."""
+        pictures = pictures_of(tokens, images)
+        if not pictures:
+            return None
+        if self._session._vision is None:
+            raise SessionError(f"{len(pictures):,} images are given and the model reads none; take one that does")
+        if not isinstance(tokens, str) and not is_chat(tokens):
+            raise SessionError("images are given beside token ids; give them with text that has their placeholders")
+        return self._session._vision.look(pictures)
+
+    def _check_images(self, ids: list[int], look: Look | None) -> None:
+        if look is None and self._session._vision is not None:
+            self._session._vision.check_text(ids)
 
     @property
     def _room(self) -> int:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from raggedright.check.models import has_vision
 from raggedright.check.reference import row_outputs
 from raggedright.rows import Rows
+from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, find_routers
 
 TokenFields = dict[str, object]
@@ -31,7 +32,8 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
     rng = np.random.default_rng(seed)
     config = model.config
     assert isinstance(config, PretrainedConfig)
-    vocab = min(getattr(config, "vocab_size", None) or config.get_text_config().vocab_size, 32)
+    size = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
+    vocab = min(size, 32, *placeholder_ids(config))
     records, fields = [], []
     for prompt in range(num_prompts):
         for session in range(int(rng.integers(2, 4))):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raggedright.rows import Rows
+from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.routing import Routers, find_routers
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ def row_outputs(model: nn.Module, rows: Rows, i: int, row: "TokenFields") -> tup
     logits = logits[len(logits) - response - 1 : len(logits) - 1]
     if logits.shape[-1] == 1:
         return logits[:, 0], logits[:, 0].detach()
-    log_probs = logits - logits.logsumexp(-1, keepdim=True)
+    text = [token for token in range(logits.shape[-1]) if token not in placeholder_ids(model.config)]
+    log_probs = logits - logits[:, text].logsumexp(-1, keepdim=True)
     labels = ids[0, len(ids[0]) - response :]
-    return log_probs[torch.arange(response), labels], -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs[torch.arange(response), labels], -(log_probs[:, text].exp() * log_probs[:, text]).sum(-1)
 
 
 def reference_step(

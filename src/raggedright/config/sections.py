@@ -28,9 +28,9 @@ class Model(Section):
     """The model: a directory in transformers' format, or one made on the spot from a config."""
 
     path: str | None = None
-    """Directory of a causal language model in transformers' format, with its tokenizer."""
+    """Directory of a causal or vision-language model in transformers' format, with its tokenizer (or processor)."""
     made: dict[str, object] | None = None
-    """Instead of a path: a transformers config (model_type, hidden_size, ...) with weights drawn from the seed."""
+    """Instead of a path: a transformers config (model_type, ...), weights from the seed; vision_config for images."""
     symbols: str | None = None
     """With `made`: the characters of its tokenizer, one token each; an end-of-text and a padding token are added."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -56,7 +56,7 @@ class Agent(Section):
     """What runs on a prompt."""
 
     name: str
-    """A shipped agent (compaction, delegation, chat) or `module:attribute`."""
+    """A shipped agent (compaction, delegation, tiles, chat) or `module:attribute`."""
     options: dict[str, object] = {}
     """Arguments for an agent that is a class."""
 

@@ -1,12 +1,14 @@
 """Sampled trajectories, ready to be shown: each token with its kind and its shade.
 
 Prompt tokens and observations carry no loss; a loss token is shaded by its advantage, in four steps either way of the
-largest on the page. A page holds a limited number of tokens; what is left out is counted.
+largest on the page. A page holds a limited number of tokens; what is left out is counted. A token that stands many
+times in a row without loss, as those of an image do, is shown once and counted.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from raggedright.report.axes import number, signed
@@ -18,6 +20,7 @@ LAST_SESSIONS, FIRST_SESSIONS, MOST_TRAJECTORIES = 4, 2, 12
 MOST_TRAJECTORY_TOKENS, MOST_PAGE_TOKENS = 400, 6000
 MOST_TOKEN, MOST_TASK = 60, 400
 SHADES = 4
+FEWEST_ALIKE = 4  # of the same token in a row, to be shown as one
 
 
 class Token(NamedTuple):
@@ -99,14 +102,34 @@ def _session(session: SampledSession, largest: float, room: int) -> ShownSession
 
 
 def _trajectory(trajectory: SampledTrajectory, largest: float, room: int) -> ShownTrajectory:
-    tokens = tuple(_token(trajectory, i, largest) for i in range(min(len(trajectory.tokens), max(room, 0))))
+    runs = _runs(trajectory)
+    tokens = tuple(_token(trajectory, start, largest, count) for start, count in runs[: max(room, 0)])
+    left = sum(count for _, count in runs[len(tokens) :])
     loss_tokens = sum(1 for value in trajectory.mask if value > 0)
     facts = [counted(len(trajectory.tokens), "token"), f"{loss_tokens:,} with loss"]
     facts += [f"reward {number(trajectory.reward)}"] if trajectory.reward is not None else []
     facts += [_advantage(trajectory)] if loss_tokens and trajectory.advantages else []
     facts += [f"ended: {visible(trajectory.finish_reason, 20)}"] if trajectory.finish_reason else []
-    note = more(len(trajectory.tokens) - len(tokens), "token")
+    note = more(left, "token")
     return ShownTrajectory(visible(trajectory.role or "agent", 40), tuple(facts), tokens, note)
+
+
+def _runs(trajectory: SampledTrajectory) -> list[tuple[int, int]]:
+    """Where each shown token starts, and how many it stands for."""
+    runs: list[tuple[int, int]] = []
+    kinds = [(t, i < trajectory.prompt_tokens, _has_loss(trajectory, i)) for i, t in enumerate(trajectory.tokens)]
+    for _, group in groupby(range(len(kinds)), kinds.__getitem__):
+        places = [*group]
+        if len(places) < FEWEST_ALIKE or _has_loss(trajectory, places[0]):
+            runs += [(i, 1) for i in places]
+        else:
+            runs.append((places[0], len(places)))
+    return runs
+
+
+def _has_loss(trajectory: SampledTrajectory, i: int) -> bool:
+    j = i - trajectory.prompt_tokens
+    return 0 <= j < len(trajectory.mask) and trajectory.mask[j] > 0
 
 
 def _advantage(trajectory: SampledTrajectory) -> str:
@@ -118,13 +141,12 @@ def _advantage(trajectory: SampledTrajectory) -> str:
     return f"advantage {signed(low)}" if number(low) == number(high) else f"advantage {signed(low)} to {signed(high)}"
 
 
-def _token(trajectory: SampledTrajectory, i: int, largest: float) -> Token:
+def _token(trajectory: SampledTrajectory, i: int, largest: float, count: int) -> Token:
     text = trajectory.tokens[i]
     shown, ends_line, j = visible(text, MOST_TOKEN), text.endswith("\n"), i - trajectory.prompt_tokens
-    if j < 0:
-        return Token(shown, "prompt", "", ends_line)
-    if j >= len(trajectory.mask) or not trajectory.mask[j] > 0:
-        return Token(shown, "seen", "", ends_line)
+    if not _has_loss(trajectory, i):
+        shown += f" x {count:,}" if count > 1 else ""
+        return Token(shown, "prompt" if j < 0 else "seen", "", ends_line)
     advantage = trajectory.advantages[j] if j < len(trajectory.advantages) else math.nan
     words = [f"advantage {signed(advantage)}"]
     words += [f"log-prob {number(trajectory.log_probs[j])}"] if j < len(trajectory.log_probs) else []

@@ -7,7 +7,7 @@ next turn.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,7 @@ class Job:
     sampling: Sampling
     texts: TextStops | None
     future: "asyncio.Future[Generation]"
+    media: Mapping[str, Tensor] | None = None
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     experts: list[NDArray[np.integer]] = field(default_factory=list)  # [positions, layers, topk] of each pass
@@ -68,7 +69,7 @@ class _Group:
 
     def prefill(self, version: int) -> None:
         """Read the contexts, and take the first token of each row."""
-        self._take(self.cache.prefill([job.context for job in self.jobs]), version)
+        self._take(self.cache.prefill([job.context for job in self.jobs], [job.media for job in self.jobs]), version)
 
     def decode(self, version: int) -> None:
         """Take one more token of each row."""

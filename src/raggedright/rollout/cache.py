@@ -9,7 +9,7 @@ layers can then be padded, joined and dropped in the same way.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,6 +20,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from raggedright.errors import ConfigError
+from raggedright.rollout.sight import Media, Sight
+from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.routing import Routers
 
 # Columns that a cache grows by at least, unless its rows end sooner.
@@ -86,15 +88,19 @@ class Forward:
         taken = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in taken
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self.sight = Sight(model.config)
+        self._never = torch.tensor(placeholder_ids(model.config), dtype=torch.int64, device=self.device)
 
     @property
     def device(self) -> torch.device:
         """Where the inputs go."""
         return next(self.model.parameters()).device
 
-    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache, media: Mapping[str, Tensor]
+    ) -> Tensor:
         """The logits after the last column, [B, V], with dropout off and without a graph."""
-        extra: dict[str, object] = dict(self._keep)
+        extra: dict[str, object] = {**self._keep, **media}
         if self._takes_positions:
             extra["position_ids"] = positions
         # Through the dict, as nn.Module's own attribute setting costs as much as a small model's layer.
@@ -107,7 +113,8 @@ class Forward:
         finally:
             for attributes in training:
                 attributes["training"] = True
-        return out.logits[:, -1]
+        logits = out.logits[:, -1]
+        return logits.index_fill(1, self._never, -torch.inf) if len(self._never) else logits
 
     @contextmanager
     def _recording(self, shape: torch.Size) -> Iterator[None]:
@@ -165,6 +172,7 @@ class RowCache:
         self._forward = forward
         self._cache = Cache(layers=[_Layer() for _ in range(forward.num_layers)])
         self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._shifts = self.lengths  # of each row's positions: not zero after an image
 
     def routed_experts(self) -> NDArray[np.integer] | None:
         """The experts of each row in the last pass, [B, columns, layers, topk]; a row's own are the last columns."""
@@ -175,36 +183,40 @@ class RowCache:
     def _layers(self) -> "list[_Layer]":
         return [layer for layer in self._cache.layers if isinstance(layer, _Layer) and layer.rooms]
 
-    def prefill(self, rows: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Read the rows' tokens in one pass; the logits after each."""
+    def prefill(self, rows: Sequence[NDArray[np.int64]], media: Sequence[Media | None]) -> Tensor:
+        """Read the rows' tokens, and the images of those that have some, in one pass; the logits after each."""
         self.lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         columns = int(self.lengths.max())
         positions = np.arange(columns) - (columns - self.lengths)[:, None]
         mask = positions >= 0
         ids = np.full(mask.shape, self._forward.pad_token_id, dtype=np.int64)
         ids[mask] = np.concatenate(rows)
-        return self._run(ids, np.maximum(positions, 0), mask)
+        positions, self._shifts = self._forward.sight.positions(rows, media, np.maximum(positions, 0))
+        return self._run(ids, positions, mask, self._forward.sight.join(media))
 
     def decode(self, tokens: Sequence[int], *, ahead: int) -> Tensor:
         """Append one token to each row; the logits after it. No row will get more than `ahead` tokens from here on."""
-        positions = self.lengths[:, None]
+        positions = (self.lengths + self._shifts)[:, None]
         self.lengths = self.lengths + 1
         columns = int(self.lengths.max())
         mask = np.arange(columns) >= (columns - self.lengths)[:, None]
         for layer in self._layers:
             if layer.span[1] == layer.rooms[0].shape[2]:
                 layer.pad(rows=0, left=0, spare=min(ahead, max(_GROWTH, columns // 2)))
-        return self._run(np.array(tokens, dtype=np.int64)[:, None], positions, mask)
+        return self._run(np.array(tokens, dtype=np.int64)[:, None], positions, mask, {})
 
-    def _run(self, ids: NDArray[np.int64], positions: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tensor:
+    def _run(
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], mask: NDArray[np.bool_], media: Media
+    ) -> Tensor:
         device = self._forward.device
         ids_t, positions_t, mask_t = (torch.from_numpy(array).to(device) for array in (ids, positions, mask))
-        return self._forward(ids_t, positions_t, mask_t.long(), self._cache)
+        seen = {name: values.to(device) for name, values in media.items()}
+        return self._forward(ids_t, positions_t, mask_t.long(), self._cache, seen)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, and the columns that none of them needs."""
         index = torch.tensor(rows, device=self._forward.device)
-        self.lengths = self.lengths[rows]
+        self.lengths, self._shifts = self.lengths[rows], self._shifts[rows]
         columns = int(self.lengths.max())
         for layer in self._layers:
             _, stop = layer.span
@@ -216,6 +228,7 @@ class RowCache:
         num_rows, num_more = len(self.lengths), len(other.lengths)
         columns = int(self.lengths.max())
         self.lengths = np.concatenate([self.lengths, other.lengths])
+        self._shifts = np.concatenate([self._shifts, other._shifts])
         left = max(0, int(other.lengths.max()) - columns)
         for layer, more in zip(self._layers, other._layers, strict=True):
             layer.pad(rows=num_more, left=left, spare=_GROWTH)

@@ -81,6 +81,7 @@ class LocalEngine:
             sampling=request.sampling,
             texts=self._text_stops(request),
             future=loop.create_future(),
+            media=request.media or None,
         )
         self._num_requests += 1
         self._turns_of(loop).submit(job)
@@ -138,7 +139,9 @@ class LocalEngine:
                 f"token id {low if low < 0 else high:,} is outside the model's vocabulary of {size:,} (ids from 0); "
                 "the tokenizer belongs to another model"
             )
-        return np.frombuffer(ids, dtype=np.int64)
+        context = np.frombuffer(ids, dtype=np.int64)
+        self._forward.sight.check(context, request.media or None)
+        return context
 
     def _text_stops(self, request: Request) -> TextStops | None:
         texts = request.sampling.stop_texts

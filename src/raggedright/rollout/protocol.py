@@ -9,7 +9,7 @@ by a number that depends on (noise, t) alone, so that it does not matter which b
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -57,11 +57,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The whole context so far, how to go on, and the name of the trajectory (`sampling.noise_key`)."""
+    """The whole context so far, how to go on, and the name of the trajectory (`sampling.noise_key`).
+
+    `media` is what the processor made of the context's images: pixel_values and image_grid_thw, one after another.
+    """
 
     ids: Sequence[int]
     sampling: Sampling
     noise: bytes
+    media: "Mapping[str, Tensor] | None" = None
 
 
 class Generation(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raggedright.tensors.collate import MicroBatch
+from raggedright.tensors.media import placeholder_ids
 
 
 class TokenOutputs(NamedTuple):
@@ -24,6 +25,10 @@ def forward_log_probs(model: nn.Module, micro: MicroBatch, *, temperature: float
     """Log-probability of each response token, and the entropy of the distribution it came from."""
     logits = _outputs(model, micro) / temperature
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if never := placeholder_ids(getattr(model, "config", None)):
+        # Not -inf: the entropy would multiply it by zero.
+        least = torch.finfo(logits.dtype).min / 2
+        logits = logits.index_fill(-1, torch.tensor(never, device=logits.device), least)
     log_probs = torch.log_softmax(logits, dim=-1)
     chosen = log_probs.gather(-1, micro.labels[:, None]).squeeze(-1)
     return TokenOutputs(chosen, -(log_probs.exp() * log_probs).sum(-1))

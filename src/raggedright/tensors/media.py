@@ -1,4 +1,10 @@
-"""A small image for micro-batches that have none: ranks of a sharded vision-language model must all run its tower."""
+"""What a vision-language model's config says of its images: the tokens they take, and the smallest one.
+
+A micro-batch without images takes the smallest one along: ranks of a sharded model must all run its tower.
+
+The surprise: tokens that stand for images are no text. The policy gives them probability zero, in rollout and in
+training alike; a model that sampled one would owe it an image.
+"""
 
 from typing import Protocol
 
@@ -7,6 +13,8 @@ import torch
 from raggedright.errors import ConfigError
 from raggedright.tensors.schema import Fields
 
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
 
 class VisionConfig(Protocol):
     """What the size of the smallest image depends on."""
@@ -14,6 +22,14 @@ class VisionConfig(Protocol):
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
+
+
+def placeholder_ids(config: object) -> list[int]:
+    """The tokens of a model that stand for images and the like; none for a model of text."""
+    if not hasattr(config, "vision_config"):
+        return []
+    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return sorted({token for token in found if isinstance(token, int)})
 
 
 def image_filler(config: object) -> Fields:

@@ -11,6 +11,7 @@ from raggedright.store.rows import prune
 from raggedright.train.checkpoint import last_checkpoint, load_checkpoint, remove_unfinished, save_checkpoint
 from raggedright.train.clock import Clock
 from raggedright.train.evaluate import evaluate
+from raggedright.train.eyes import save_vision
 from raggedright.train.record import Recorder
 from raggedright.train.round import run_sessions, train_round
 from raggedright.train.setup import Setup, set_up
@@ -95,5 +96,7 @@ def export(setup: Setup) -> None:
         shutil.rmtree(new, ignore_errors=True)
         setup.whole.save_pretrained(new)  # pyright: ignore[reportCallIssue]
         setup.tokenizer.save_pretrained(new)
+        if setup.vision:
+            save_vision(setup.vision, setup.config.model.path, new)
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)

@@ -4,15 +4,18 @@ Weights that are made on the spot depend on the seed alone. Dropout and routers'
 row must have the same log-probs in every micro-batch.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -22,6 +25,7 @@ from transformers import (
 
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
+from raggedright.train.eyes import MADE_TOKENS, check_family, has_vision, made_values, with_value_head
 
 EOS, PAD = "<eos>", "<pad>"
 
@@ -30,26 +34,30 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The model directory's tokenizer, or one of single characters."""
     if model.path is None:
         assert model.symbols is not None
-        return make_tokenizer(model.symbols)
+        assert model.made is not None
+        return make_tokenizer(model.symbols, MADE_TOKENS if "vision_config" in model.made else ())
     _check_folder("model.path", model.path)
     return AutoTokenizer.from_pretrained(model.path)
 
 
-def make_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each symbol, an end of text and a padding token."""
+def make_tokenizer(symbols: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each symbol, an end of text, a padding token, and special ones."""
     names = [*symbols, EOS, PAD]
     if len(set(names)) < len(names):
         raise ConfigError(f"model.symbols is {symbols!r}: a symbol is in it twice")
     tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+    made.add_tokens([*special], special_tokens=True)
+    return made
 
 
 def load_actor(model: Model, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> nn.Module:
     """The policy, on the CPU."""
     config = _model_config(model, tokenizer)
-    return _load(AutoModelForCausalLM, model.path, config, model, seed)
+    kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+    return _load(kind, model.path, config, model, seed)
 
 
 def load_critic(model: Model, path: str | None, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> nn.Module:
@@ -58,6 +66,8 @@ def load_critic(model: Model, path: str | None, tokenizer: PreTrainedTokenizerBa
         _check_folder("critic.path", path)
         model = model.model_copy(update={"path": path, "made": None})
     config = _model_config(model, tokenizer)
+    if has_vision(config):  # transformers has no token classifiers for these
+        return with_value_head(_load(AutoModelForImageTextToText, model.path, config, model, seed + 1))
     config.num_labels = 1
     return _load(AutoModelForTokenClassification, model.path, config, model, seed + 1)
 
@@ -81,20 +91,25 @@ def _model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> Pretraine
         assert model.made is not None
         special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
         values = {"vocab_size": len(tokenizer), **special, **model.made}
+        if "vision_config" in model.made:
+            values = made_values(model.made, tokenizer)
         try:
             config = AutoConfig.for_model(**values)  # pyright: ignore[reportArgumentType]
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"model.made: transformers refuses it ({error})") from None
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            cause = " ".join(str(error).split())
+            raise ConfigError(f"model.made: transformers refuses it ({cause})") from None
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         text.output_router_logits = False  # transformers' balance loss, a mean over whatever is in a micro-batch
+    if has_vision(config):
+        check_family(config)
     if model.dtype == "float64":
         config._experts_implementation = "eager"  # grouped matrix products have no float64 kernel
     return config
 
 
 def _load(
-    kind: type[AutoModelForCausalLM] | type[AutoModelForTokenClassification],
+    kind: type[AutoModelForCausalLM] | type[AutoModelForImageTextToText] | type[AutoModelForTokenClassification],
     path: str | None,
     config: PretrainedConfig,
     model: Model,

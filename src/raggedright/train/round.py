@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raggedright.advantages import Scores
+from raggedright.agents.vision import IMAGE_FIELDS
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
 from raggedright.plan.plan import Plan, Role, make_plan
@@ -87,10 +88,10 @@ def _check_any(sealed: SealedRound) -> None:
 
 
 def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
-    """This rank's rows from the store, and padding rows like them."""
-    own = own_positions(plan, setup.world.dp_rank)
+    """This rank's rows from the store, and padding rows like them; a rank without a row looks at the first one."""
     keys = sealed.keys
-    found = setup.store.get([keys[p] for p in own], ROW_FIELDS)
+    own = own_positions(plan, setup.world.dp_rank) or [*range(len(keys))][:1]
+    found = setup.store.get([keys[p] for p in own], (*ROW_FIELDS, *(IMAGE_FIELDS if setup.vision else ())))
     fields: list[Fields] = [{} for _ in keys]
     if setup.experts:
         found = _with_routing(setup, [sealed.entries[p] for p in own], found)

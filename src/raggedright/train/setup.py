@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from raggedright.agents.load import load_agent
 from raggedright.agents.prompts import Tasks, load_tasks
 from raggedright.agents.runner import RolloutSettings, Runner
+from raggedright.agents.vision import Vision
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
 from raggedright.rollout.local import LocalEngine
@@ -20,11 +21,13 @@ from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import Store
 from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator
+from raggedright.tensors.media import image_filler
 from raggedright.tensors.packs import check_packs
 from raggedright.tensors.padding import padding_token_id
 from raggedright.tensors.parallel import shard
 from raggedright.tensors.routing import find_routers
 from raggedright.train.experts import ActorExperts, actor_experts
+from raggedright.train.eyes import load_vision
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.optimizer import Learner
 from raggedright.train.world import World
@@ -39,6 +42,7 @@ class Setup:
     config: Config
     world: World
     tokenizer: PreTrainedTokenizerBase
+    vision: Vision | None  # what agents need for images, of a vision-language model
     tasks: Tasks
     eval_tasks: Tasks
     actor: Learner
@@ -68,6 +72,7 @@ def set_up(config: Config, world: World) -> Setup:
     tasks = load_tasks(config.prompts.source, seed=config.seed)
     eval_tasks = load_tasks(config.prompts.eval_source or config.prompts.source, seed=config.seed + 1)
     actor = load_actor(config.model, tokenizer, seed=config.seed)
+    vision = load_vision(config.model, tokenizer, actor)
     reference = None
     if config.reference.kl != "none":
         reference = _place(copy.deepcopy(actor).requires_grad_(False), config, world)
@@ -83,7 +88,13 @@ def set_up(config: Config, world: World) -> Setup:
         shared=not sharded,
         routers=find_routers(whole) if experts else None,
     )
-    collator = Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens)
+    collator = Collator(
+        how=config.train.collate,
+        token_id=token_id,
+        min_row_tokens=config.train.min_row_tokens,
+        mrope=vision is not None,
+        image_filler=image_filler(actor.config) if vision else None,
+    )
     check_packs(whole, collator)
     critic = None
     if config.has_critic:
@@ -93,6 +104,7 @@ def set_up(config: Config, world: World) -> Setup:
         config=config,
         world=world,
         tokenizer=tokenizer,
+        vision=vision,
         tasks=tasks,
         eval_tasks=eval_tasks,
         actor=Learner("actor", _place(actor, config, world), config.optimizer, world),
@@ -106,6 +118,7 @@ def set_up(config: Config, world: World) -> Setup:
             engine=engine,
             tokenizer=tokenizer,
             settings=rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens),
+            vision=vision,
         ),
         store=open_store(config.store.backend, config.out),
         collator=collator,

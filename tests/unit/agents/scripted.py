@@ -9,6 +9,7 @@ from torch import Tensor
 from raggedright.agents.digits import SYMBOLS
 from raggedright.agents.runner import RolloutSettings, Runner
 from raggedright.agents.session import Agent, Task
+from raggedright.agents.vision import Vision
 from raggedright.rollout.protocol import Generation, Request, Sampling
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import SessionEntry, Store
@@ -79,10 +80,12 @@ def run(
     engine: NoiseEngine | None = None,
     store: Store | None = None,
     tokenizer=TOKENIZER,
+    vision: Vision | None = None,
     **changes,
 ) -> Store:
     store = store or MemoryStore()
-    runner = Runner(agent=agent, engine=engine or NoiseEngine(), tokenizer=tokenizer, settings=settings(**changes))
+    engine = engine or NoiseEngine()
+    runner = Runner(agent=agent, engine=engine, tokenizer=tokenizer, settings=settings(**changes), vision=vision)
     runner.run(store, round=1, sessions=sessions)
     return store
 

@@ -1,0 +1,39 @@
+"""The rows that a rank reads for a round, and the padding rows beside them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.whole_runs import IMAGES, write_run
+from raggedright.config import load_config
+from raggedright.plan.plan import make_plan
+from raggedright.train.round import read_batch, run_sessions
+from raggedright.train.sealed import seal_round
+from raggedright.train.setup import set_up
+from raggedright.train.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("changes", [{}, IMAGES], ids=["text", "images"])
+def test_ranks_without_a_row_have_padding_rows_too(tmp_path: Path, changes: dict):
+    """A round may have fewer rows than ranks, and those without one run as many micro-batches as the others."""
+    one = {"train": {"batch_size": 1, "mini_batch_size": 1}, "rollout": {"n": 1}}
+    config = load_config(write_run(tmp_path / "run", changes, one) / "config.toml")
+    setup = set_up(config, World(0, 1, CPU))
+    sessions = run_sessions(setup, 1)
+    sealed = seal_round(setup.store, setup.world, round=1, sessions=sessions)
+    num_ranks = len(sealed.rows) + 2
+    plan = make_plan(sealed.rows, replace(config.layout(1), dp_size=num_ranks))
+    (step, *_) = plan.steps("actor")
+    for dp_rank in range(num_ranks):
+        batch = read_batch(replace(setup, world=World(dp_rank, num_ranks, CPU)), sealed, plan)
+        names = {name for row in batch.fields for name in row}
+        assert {"input_ids", "response_mask"} < names
+        assert ("multi_modal_inputs" in names) == bool(changes)
+        (micro,) = [micro for _, micro in batch.micro_batches(step, dp_rank)]
+        assert ("pixel_values" in micro.inputs) == bool(changes)
+        assert bool(micro.weights.loss.any()) == (sum(micro.response_tokens) > 1)
+    setup.close()

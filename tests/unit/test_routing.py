@@ -161,9 +161,7 @@ def test_a_trajectory_keeps_the_first_routing_of_each_token_and_marks_those_that
     assert isinstance(experts, Tensor)
     assert experts.dtype is torch.int8
     assert experts[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, NOT_ROUTED, NOT_ROUTED]
-    assert row.tags["routed"] is True
     assert "routed_experts" not in idle.fields
-    assert "routed" not in idle.tags
 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])

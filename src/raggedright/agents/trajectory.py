@@ -20,7 +20,7 @@ from raggedright.agents.vision import Look, Picture, join_media, pictures_of
 from raggedright.rollout.protocol import FinishReason, Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
 from raggedright.store.protocol import NewRow
-from raggedright.tensors.routing import ROUTED, fill_up
+from raggedright.tensors.routing import fill_up
 
 if TYPE_CHECKING:
     from raggedright.agents.session import Session
@@ -139,7 +139,6 @@ class Trajectory:
                 "reward": reward,
                 "finish_reason": self._finish_reason,
                 "weight_version": self._weight_version,
-                **({ROUTED: True} if experts else {}),
                 **metrics,
             },
         )

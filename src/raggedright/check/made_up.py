@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from raggedright.check.models import has_vision
 from raggedright.check.reference import row_outputs
 from raggedright.rows import Rows
-from raggedright.tensors.media import placeholder_ids
+from raggedright.tensors.media import has_vision, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, find_routers
 
 TokenFields = dict[str, object]

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from raggedright.errors import ConfigError
+from raggedright.tensors.media import has_vision
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _TEXT = {
@@ -78,11 +79,6 @@ def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) ->
         cause = str(error).splitlines()[0]
         raise ConfigError(f"--model {name}: transformers cannot load it as {kind.__name__} ({cause})") from None
     return nn.Module.to(model, DTYPES[dtype]).eval()
-
-
-def has_vision(config: PretrainedConfig) -> bool:
-    """Whether rows of this model can carry images."""
-    return hasattr(config, "vision_config")
 
 
 def has_critic(name: str) -> bool:

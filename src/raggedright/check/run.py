@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from raggedright.check.cases import CUTS, Case
 from raggedright.check.made_up import MadeUp, make_up
-from raggedright.check.models import DTYPES, has_vision, load_model
+from raggedright.check.models import DTYPES, load_model
 from raggedright.check.reference import (
     BALANCE_COEF,
     CLIP_HIGH,
@@ -37,7 +37,7 @@ from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
-from raggedright.tensors.media import image_filler
+from raggedright.tensors.media import has_vision, image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.routing import find_routers
 from raggedright.tensors.schema import infer_schema
@@ -111,7 +111,7 @@ def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
     )
     rows, fields = made_up.rows.take(order), [made_up.fields[i] for i in order]
     plan = make_plan(rows, layout)
-    vision = has_vision(model.config)  # pyright: ignore[reportArgumentType]
+    vision = has_vision(model.config)
     collator = Collator(
         how=layout.collate,
         token_id=0,

@@ -24,9 +24,14 @@ class VisionConfig(Protocol):
     spatial_merge_size: int
 
 
+def has_vision(config: object) -> bool:
+    """Whether a model reads images."""
+    return hasattr(config, "vision_config")
+
+
 def placeholder_ids(config: object) -> list[int]:
     """The tokens of a model that stand for images and the like; none for a model of text."""
-    if not hasattr(config, "vision_config"):
+    if not has_vision(config):
         return []
     found = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return sorted({token for token in found if isinstance(token, int)})

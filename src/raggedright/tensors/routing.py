@@ -22,8 +22,6 @@ from raggedright.errors import ConfigError, RowsError
 
 NOT_ROUTED = -1
 """Stands for an expert at a position that was never routed."""
-ROUTED = "routed"
-"""The tag of a row that has the field routed_experts."""
 
 Rule = Callable[[Tensor, Tensor], Tensor]  # weights of chosen experts [N, topk], from logits [N, experts] and choice
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as families call them

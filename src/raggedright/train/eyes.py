@@ -27,7 +27,7 @@ from transformers import (
 from raggedright.agents.vision import Vision
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
-from raggedright.tensors.media import placeholder_ids
+from raggedright.tensors.media import has_vision, placeholder_ids
 from raggedright.tensors.positions import image_positions
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -35,11 +35,6 @@ MADE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_p
 _MADE_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _LARGEST = 1280  # tokens of an image, at most
 _OTHER_FILES = ("video_preprocessor_config.json", "chat_template.json")
-
-
-def has_vision(config: PretrainedConfig) -> bool:
-    """Whether a model reads images."""
-    return hasattr(config, "vision_config")
 
 
 def check_family(config: PretrainedConfig) -> None:

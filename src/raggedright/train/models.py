@@ -25,7 +25,8 @@ from transformers import (
 
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
-from raggedright.train.eyes import MADE_TOKENS, check_family, has_vision, made_values, with_value_head
+from raggedright.tensors.media import has_vision
+from raggedright.train.eyes import MADE_TOKENS, check_family, made_values, with_value_head
 
 EOS, PAD = "<eos>", "<pad>"
 

@@ -17,7 +17,6 @@ from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.off_policy import off_policy_metrics
-from raggedright.tensors.routing import ROUTED
 from raggedright.tensors.schema import Fields, Schema, infer_schema
 from raggedright.train.advantages import TokenAdvantages, token_advantages
 from raggedright.train.clock import Clock
@@ -103,7 +102,7 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
 
 def _with_routing(setup: Setup, entries: Sequence[RowEntry], found: Sequence[Fields]) -> list[Fields]:
     """Rows with their recorded experts, where they have any: one that never generated has none."""
-    routed = [i for i, entry in enumerate(entries) if entry.tags.get(ROUTED)]
+    routed = [i for i, entry in enumerate(entries) if "routed_experts" in entry.field_names]
     rows = [*found]
     for i, more in zip(routed, setup.store.get([entries[i].key for i in routed], ("routed_experts",)), strict=True):
         rows[i] = {**found[i], **more}

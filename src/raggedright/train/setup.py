@@ -27,6 +27,7 @@ from raggedright.tensors.routing import find_routers
 from raggedright.train.experts import ActorExperts, actor_experts
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.optimizer import Learner
+from raggedright.train.passes import computing
 from raggedright.train.world import World
 
 ROWS_FILE = "rows.db"
@@ -84,7 +85,8 @@ def set_up(config: Config, world: World) -> Setup:
         routers=find_routers(whole) if experts else None,
     )
     collator = Collator(how=config.train.collate, token_id=token_id, min_row_tokens=config.train.min_row_tokens)
-    check_packs(whole, collator)
+    with computing(config.model, world):
+        check_packs(whole, collator)
     critic = None
     if config.has_critic:
         model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed)

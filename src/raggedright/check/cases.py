@@ -68,10 +68,11 @@ def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> 
 
 
 def all_cases(
-    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Iterable[str] = ()
+    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Sequence[str] = ()
 ) -> Iterator[Case]:
     """Every combination that means something."""
     seen = set()
+    options = _without_experts(options) if not with_experts else options
     for values in product(*options.values()):
         case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic, with_experts)
         if case not in seen:
@@ -80,11 +81,12 @@ def all_cases(
 
 
 def covering_cases(
-    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Iterable[str] = (), seed: int = 0
+    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Sequence[str] = (), seed: int = 0
 ) -> list[Case]:
     """Few cases in which every pair of values of two fields occurs, if it can: greedy, the same for a seed."""
     random = Random(seed)
     with_critic = tuple(with_critic)
+    options = _without_experts(options) if not with_experts else options
     missing = {((a, x), (b, y)) for a, b in combinations(options, 2) for x, y in product(options[a], options[b])}
     cases, idle = [], 0
     while missing and idle < 20:
@@ -102,11 +104,16 @@ def covering_cases(
     return cases
 
 
+def _without_experts(options: Mapping[str, Sequence]) -> dict[str, Sequence]:
+    """The choices where no model has experts: pairs that never come would be looked for in vain."""
+    return {name: values[:1] if name == "experts" else values for name, values in options.items()}
+
+
 def _pairs(case: Case, options: Mapping[str, Sequence]) -> set:
     return set(combinations([(name, getattr(case, name)) for name in options], 2))
 
 
-def _sensible(case: Case, with_critic: Iterable[str], with_experts: Iterable[str]) -> Case:
+def _sensible(case: Case, with_critic: Iterable[str], with_experts: Sequence[str]) -> Case:
     """A value loss has neither KL nor entropy, not every model can be made a critic, and critics route naturally."""
     if case.critic or case.model not in with_experts:
         case = replace(case, experts="natural")

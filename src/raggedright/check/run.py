@@ -39,7 +39,7 @@ from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.media import has_vision, image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
-from raggedright.tensors.routing import find_routers
+from raggedright.tensors.routing import Routers, find_routers
 from raggedright.tensors.schema import infer_schema
 
 ACTOR_FIELDS = ("old_log_probs", "ref_log_prob", "advantages")
@@ -127,16 +127,21 @@ def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, cas
     totals: dict[str, Tensor] = {}
     names = CRITIC_FIELDS if case.critic else ACTOR_FIELDS
     routers = None if case.experts == "natural" else find_routers(model)
+    counts = _count_experts(batch, step, routers) if routers and case.experts == "balanced" else None
     for _, micro in batch.micro_batches(step, dp_rank, names):
         with routers.replaying(micro.routing) if routers else nullcontext(()) as logits:
             sums = _critic_loss(model, micro) if case.critic else _actor_loss(model, micro, case)
-            if routers and case.experts == "balanced":
-                of_ranks = [count_experts(routings_of(batch, step, rank), routers) for rank in range(case.dp)]
-                balance = balance_loss(logits, micro, sum(of_ranks, torch.zeros(())), routers)
+            if routers and counts is not None:
+                balance = balance_loss(logits, micro, counts, routers)
                 sums = Sums(sums.loss + BALANCE_COEF * balance.loss, {**sums.metrics, **balance.metrics})
             sums.loss.backward()
         totals = add_metrics([totals, sums.metrics, {"objective": sums.loss.detach()}])
     return totals
+
+
+def _count_experts(batch: TensorBatch, step: Step, routers: Routers) -> Tensor:
+    """Of all ranks, which is what they would add up together."""
+    return count_experts((e for rank in range(step.dp_size) for e in routings_of(batch, step, rank)), routers)
 
 
 def has_experts(name: str, dtype: str) -> bool:

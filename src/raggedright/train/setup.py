@@ -30,6 +30,7 @@ from raggedright.train.experts import ActorExperts, actor_experts
 from raggedright.train.eyes import load_vision
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.optimizer import Learner
+from raggedright.train.passes import computing
 from raggedright.train.world import World
 
 ROWS_FILE = "rows.db"
@@ -95,7 +96,8 @@ def set_up(config: Config, world: World) -> Setup:
         mrope=vision is not None,
         image_filler=image_filler(actor.config) if vision else None,
     )
-    check_packs(whole, collator)
+    with computing(config.model, world):
+        check_packs(whole, collator)
     critic = None
     if config.has_critic:
         model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed)

@@ -21,7 +21,7 @@ verify-curves: .venv/installed ## 20 rounds, cut in five ways, drawn together in
 verify-moe: .venv/installed ## a mixture of experts on three seeds, and what router replay is worth; about ten minutes
 	$(BIN)/python verification/verify_moe.py $(ARGS)
 
-verify-vlm: .venv/installed ## images: a vision-language model on three seeds; writes docs/verification_vlm.md
+verify-vlm: .venv/installed ## images: a vision-language model on three seeds; writes docs/verification-images.md
 	$(BIN)/python verification/verify_vlm.py
 
 test: .venv/installed lint ## lint, types and every test that is not slow

@@ -2,7 +2,7 @@
 
     python verification/verify_vlm.py           # a few minutes a seed on two cores; finished ones are not run again
 
-Writes docs/verification_vlm.md (the table) and docs/verification_vlm.svg from the runs' events.
+Writes docs/verification-images.md (the table) and docs/verification-images.svg from the runs' events.
 """
 
 import sys
@@ -26,7 +26,7 @@ tile, each in a fresh context with a note of the count so far; some tiles are sh
 that image rows and text rows mix in every batch. The config was chosen on seed 0. A run has learnt if its first round
 scores below {start} and its last ten score at least {end} on average.
 
-![Score and exact match of every run](verification_vlm.svg)
+![Score and exact match of every run](verification-images.svg)
 
 {table}
 
@@ -54,10 +54,10 @@ def main() -> int:
         panels.append(Panel(job.name, {"score": scores, "exact match": exact}))
     table = "\n".join([f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD), *lines])
     print(table)
-    (DOCS / "verification_vlm.md").write_text(TEXT.format(table=table, start=START, end=END))
+    (DOCS / "verification-images.md").write_text(TEXT.format(table=table, start=START, end=END))
     title = "Counting red squares: score and exact match by round, dp 2, 45 prompts x 8 sessions, mini-batches of 15"
-    (DOCS / "verification_vlm.svg").write_text(draw(panels, columns=3, title=title))
-    print(f"written: {DOCS / 'verification_vlm.md'}, {DOCS / 'verification_vlm.svg'}")
+    (DOCS / "verification-images.svg").write_text(draw(panels, columns=3, title=title))
+    print(f"written: {DOCS / 'verification-images.md'}, {DOCS / 'verification-images.svg'}")
     return 0 if learnt else 1
 
 

@@ -62,7 +62,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch, folder: Path, round: int, *, cr
 
 def test_a_run_with_images_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Its rows, with their pixels, come from the store; the processor is beside the exported model."""
-    short = {"train": {"rounds": 2, "epochs": 1}, "checkpoint": {"every": 1}}
+    short: dict[str, dict[str, object]] = {"train": {"rounds": 2, "epochs": 1}, "checkpoint": {"every": 1}}
     whole, cut = (write_run(tmp_path / name, IMAGES, short) for name in ("whole", "cut"))
     train_one(whole, ALONE)
     train_until(monkeypatch, cut, 2, crash=True)

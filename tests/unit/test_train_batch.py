@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("changes", [{}, IMAGES], ids=["text", "images"])
 def test_ranks_without_a_row_have_padding_rows_too(tmp_path: Path, changes: dict):
     """A round may have fewer rows than ranks, and those without one run as many micro-batches as the others."""
-    one = {"train": {"batch_size": 1, "mini_batch_size": 1}, "rollout": {"n": 1}}
+    one: dict[str, dict[str, object]] = {"train": {"batch_size": 1, "mini_batch_size": 1}, "rollout": {"n": 1}}
     config = load_config(write_run(tmp_path / "run", changes, one) / "config.toml")
     setup = set_up(config, World(0, 1, CPU))
     sessions = run_sessions(setup, 1)

@@ -25,6 +25,8 @@ _TEXT = {
 }
 _SIZES = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _VISION = {**_SIZES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "initializer_range": 0.1}
+_VISION_3 = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MADE: dict[str, dict[str, object]] = {
     "qwen2_vl": {
         "text_config": _TEXT,
@@ -34,10 +36,8 @@ MADE: dict[str, dict[str, object]] = {
         "text_config": _TEXT,
         "vision_config": {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
     },
-    "qwen3_vl": {
-        "text_config": {**_TEXT, "head_dim": 8},
-        "vision_config": {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-    },
+    "qwen3_vl": {"text_config": {**_TEXT, "head_dim": 8}, "vision_config": _VISION_3},
+    "qwen3_vl_moe": {"text_config": {**_TEXT, **_EXPERTS, "head_dim": 8}, "vision_config": _VISION_3},
 }
 
 

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.digits import SYMBOLS
 from raggedright.agents.runner import RolloutSettings, Runner
@@ -79,7 +80,7 @@ def run(
     *,
     engine: NoiseEngine | None = None,
     store: Store | None = None,
-    tokenizer=TOKENIZER,
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
     vision: Vision | None = None,
     **changes,
 ) -> Store:

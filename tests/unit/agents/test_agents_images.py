@@ -21,7 +21,7 @@ from unit.vision_cases import END, START, load
 
 PAGE = (Path(__file__).parents[3] / "docs" / "images.md").read_text()
 _, TOKENIZER, VISION = load("qwen3_vl")
-EOS = TOKENIZER.eos_token_id
+EOS: int = TOKENIZER.eos_token_id  # type: ignore[assignment]
 IMAGE = VISION.image_token_id
 SEEN = START + VISION.placeholder + END
 TEMPLATE = (
@@ -63,8 +63,7 @@ def test_a_row_has_the_processors_tokens_pixels_and_positions_with_axes():
 
     store, engine = run_one(agent, [4, EOS], [5, EOS], [6, EOS])
     row, text = fields(store)
-    start, end = TOKENIZER.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-    one, colon, equals, red = TOKENIZER.convert_tokens_to_ids([*"1:=r"])
+    one, colon, equals, red, start, end = TOKENIZER.encode(f"1:=r{START}{END}", add_special_tokens=False)
     prompt = [one, colon, start, *[IMAGE] * 6, end, equals]
     assert row["input_ids"].tolist() == [*prompt, 4, EOS, red, start, IMAGE, end, 5, EOS]
     assert row["response_mask"].tolist() == [1, 1, 0, 0, 0, 0, 1, 1]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from raggedright.agents.session import Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.check.models import load_model
-from raggedright.config.sections import Experts
+from raggedright.config.sections import Experts, Model
 from raggedright.errors import ConfigError, RowsError
 from raggedright.rollout.local import LocalEngine
 from raggedright.rollout.protocol import Generation, Sampling
@@ -24,7 +24,7 @@ from raggedright.tensors.forward import forward_log_probs
 from raggedright.tensors.packs import check_packs
 from raggedright.tensors.routing import NOT_ROUTED, Routers, fill_up, find_routers, routing_dtype
 from raggedright.train.experts import actor_experts
-from raggedright.train.models import make_tokenizer
+from raggedright.train.models import load_actor, make_tokenizer
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -296,3 +296,15 @@ def test_a_family_that_lets_rows_of_a_pack_see_each_other_is_refused_and_trains_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_family_that_keeps_rows_of_a_pack_apart_is_taken(name: str, dtype: torch.dtype) -> None:
     check_packs(family(name, dtype), Collator(how="packed", token_id=0))
+
+
+def test_transformers_own_balance_loss_and_routers_noise_are_off_whatever_the_model_says() -> None:
+    made = {"model_type": "mixtral", **_SIZES, "num_local_experts": 4, "vocab_size": 12}
+    noisy = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "router_jitter_noise": 0.5}
+    config = Model(made={**made, **noisy}, symbols="0123456789", activation_checkpointing=True)
+    model = load_actor(config, make_tokenizer("0123456789"), seed=0)
+    assert model.training
+    ids = torch.arange(8)[None]
+    first, second = (model(input_ids=ids, labels=ids, use_cache=False) for _ in range(2))
+    assert first.aux_loss is None
+    assert torch.equal(first.logits, second.logits)

@@ -1,7 +1,7 @@
 """The plain way: every row alone through the model, and each mean written out as its name says.
 
 It shares nothing with the plan, the collation, the weights or the losses that it is compared with: no packing, no
-padding, no weights fixed beforehand. Slow and obvious on purpose.
+padding, no weights fixed beforehand. Slow and obvious on purpose. Only the hooks that replay experts are the same.
 """
 
 from collections.abc import Sequence

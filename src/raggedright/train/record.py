@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from raggedright.config.schema import Config
 from raggedright.report.events import EventLog
 from raggedright.train.progress import Progress
 from raggedright.train.round import RoundResult
@@ -24,7 +25,7 @@ COLUMNS = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens"
 class Recorder:
     """Writes a run down; on ranks other than the first it does nothing."""
 
-    def __init__(self, setup: Setup, *, first_round: int = 1) -> None:
+    def __init__(self, setup: Setup, *, first_round: int = 1, num_found: int = 0) -> None:
         self.setup, self.config = setup, setup.config
         self.began = perf_counter()
         self.rounds_done = first_round - 1
@@ -33,7 +34,7 @@ class Recorder:
         self.log = EventLog(self.config.out / EVENTS_FILE)
         self.board = _board(self.config.out, first_round) if self.config.logging.tensorboard else None
         self.progress = Progress(self.config.train.rounds, done=self.rounds_done)
-        if found := found_words(setup, first_round):
+        if found := found_words(self.config, first_round, num_found):
             self.progress.say(found)
         self.log.write(
             "start",
@@ -110,18 +111,15 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def found_words(setup: Setup, first_round: int) -> str:
+def found_words(config: Config, first_round: int, num_found: int) -> str:
     """What a run that goes on has found, and what comes next; nothing for one that begins."""
-    sessions = setup.store.list(round=first_round)
-    if first_round == 1 and not sessions:
+    if first_round == 1 and not num_found:
         return ""
-    config = setup.config
     num_sessions = config.train.batch_size * config.rollout.n
-    num_finished = sum(entry.state == "finished" for entry in sessions)
     checkpoint = f"the checkpoint of round {first_round - 1}" if first_round > 1 else "no checkpoint"
     left = max(0, config.train.rounds - first_round + 1)
     return (
-        f"resuming {config.out}: found {checkpoint} and {num_finished:,} of {num_sessions:,} sessions of round "
+        f"resuming {config.out}: found {checkpoint} and {num_found:,} of {num_sessions:,} sessions of round "
         f"{first_round}; {left:,} of {config.train.rounds:,} rounds to go"
     )
 

@@ -14,6 +14,7 @@ from parallel.launch import launch
 from parallel.whole_runs import (
     EXPERTS,
     IMAGES,
+    IMAGES_AND_EXPERTS,
     distance,
     first_norm,
     gradient_of,
@@ -39,6 +40,7 @@ CASES: dict[str, Changes] = {  # the first four in every variant, the others in 
     "experts replayed": {**EXPERTS, "reference": {"kl": "loss", "coef": 0.1}},
     "experts balanced": {**EXPERTS, "experts": {"balance_coef": 0.1}},
     "images": {**IMAGES, "train": {"align": "lcm"}},
+    "images and experts": {**IMAGES_AND_EXPERTS, "experts": {"balance_coef": 0.1}},
     "images, critic and kl": {**IMAGES, **GAE, "reference": {"kl": "loss", "coef": 0.1}},
 }
 ONE_RANK: dict[str, Changes] = {
@@ -65,6 +67,7 @@ EVERY = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *SHARDED]
 FEW = ["small packs", "two ranks, much padding", "three ranks"]
 SOME = {  # dearer than the others
     "images": ["small packs", "rectangles", "two ranks, much padding", "three ranks, small packs", *SHARDED],
+    "images and experts": ["rectangles", "two ranks, much padding"],
     "images, critic and kl": [*SHARDED],
     "experts replayed": ["small packs", "two ranks", "three ranks"],
     "experts balanced": ["rectangles", "two ranks, much padding", "two ranks, sharded", "three ranks"],

@@ -1,6 +1,7 @@
 """Whole training runs in one set of ranks: what each leaves behind, compared with another's."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,13 @@ async def look(task: Task, session: Session) -> float:
     return good / 4
 
 
+SPARSE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 EXPERTS: dict[str, dict[str, object]] = {
-    "model": {
-        "made": {
-            **BASE["model"]["made"],
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-        }
-    }
+    "model": {"made": {**BASE["model"]["made"], **SPARSE, "model_type": "qwen3_moe"}},
 }
+IMAGES_AND_EXPERTS: dict[str, dict[str, Any]] = deepcopy(IMAGES)
+IMAGES_AND_EXPERTS["model"]["made"]["model_type"] = "qwen3_vl_moe"
+IMAGES_AND_EXPERTS["model"]["made"]["text_config"] |= SPARSE
 
 
 async def wander(task: Task, session: Session) -> float:

@@ -24,8 +24,11 @@ from raggedright.train.world import World
 from train_tasks import ROOT, write_config
 
 sys.path.insert(0, str(ROOT / "verification"))
+from curves import Panel, draw  # pyright: ignore[reportMissingImports]: of verification/
+
 PARTS = ("rollout", "store", "plan", "forward", "advantages", "update", "other")
 MODEL_PARTS = ("rollout", "forward", "update")
+SHOWN = (*MODEL_PARTS, "store")  # in the picture
 POSITIONS = 4_352
 
 
@@ -43,9 +46,9 @@ class Case:
 GROWTH = {
     "rows a session": [Case(45, 8, rows, 8) for rows in (1, 2, 4, 8, 16, 32)],
     "row length": [Case(3, 4, 1, tokens, rounds=1) for tokens in (16, 64, 256, 1_024, 4_096)],
-    "batch, prompts": [Case(prompts, 8, 2, 8) for prompts in (45, 90, 180, 360, 720, 1_440)],
+    "prompts": [Case(prompts, 8, 2, 8) for prompts in (45, 90, 180, 360, 720, 1_440)],
 }
-VARIES = {"rows a session": "rows", "row length": "tokens", "batch, prompts": "prompts"}
+VARIES = {"rows a session": "rows", "row length": "tokens", "prompts": "prompts"}
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
@@ -87,8 +90,6 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 
 def growth(work: Path) -> None:
     """Measure all, print the tables and draw the picture."""
-    from curves import Panel, draw  # pyright: ignore[reportMissingImports]: of verification/
-
     torch.set_num_threads(1)
     clocks.perf_counter = process_time  # others' work on this machine does not count
     panels = []
@@ -105,13 +106,22 @@ def growth(work: Path) -> None:
             total = sum(per[part][-1] for part in PARTS)
             table.add_row(f"{getattr(case, VARIES[what]):,}", f"{parts['rows']:,.0f}", *figures, f"{total:,.1f}")
         Console(width=130).print(table)
-        top = max(max(values) for values in per.values())
         sizes = f"{getattr(cases[0], VARIES[what]):,} to {getattr(cases[-1], VARIES[what]):,}"
-        title = f"{what}, {sizes}: microseconds a {unit} (1 = {top:,.0f})"
-        panels.append(Panel(title, {part: [x / top for x in values] for part, values in per.items()}))
+        panels.append(panel(f"{what}, {sizes}", unit, per))
         tell_growth(what, unit, per)
-    picture = draw(panels, columns=3, title="CPU time a row by part, smallest to largest size", width=300, height=150)
+    picture = draw(
+        panels, columns=3, title="CPU time a row or token by part, smallest to largest size", width=300, height=150
+    )
     (ROOT / "docs/speed.svg").write_text(picture)
+
+
+def panel(what: str, unit: str, per: dict[str, list[float]]) -> Panel:
+    """The curves of one table, as shares of the largest figure; what takes little is one curve."""
+    rest = [sum(values) for values in zip(*(per[part] for part in PARTS if part not in SHOWN), strict=True)]
+    curves = {part: per[part] for part in SHOWN} | {"rest": rest}
+    top = max(max(values) for values in curves.values())
+    scaled = {part: [value / top for value in values] for part, values in curves.items()}
+    return Panel(f"{what} (1 = {top:,.0f} us a {unit})", scaled)
 
 
 def tell_growth(what: str, unit: str, per: dict[str, list[float]]) -> None:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,7 +32,7 @@ from rich.table import Table
 
 from bench_store_ray import BACKENDS as ON_RAY
 from bench_store_ray import compare_side_by_side
-from raggedright.store.protocol import Store
+from raggedright.store.protocol import NewSession, Store
 from store_rows import FIELDS, ROWS_A_SESSION, row_bytes, session_key, session_rows
 
 SIZES = (360, 4_000, 32_000)
@@ -100,9 +100,8 @@ def measure(name: str, num_rows: int, folder: Path) -> list[float]:
         def put(round: int, num_sessions: int) -> float:
             began = perf_counter()
             for first in range(0, num_sessions, block):
-                with store.together() if block > 1 else nullcontext():
-                    for i in range(first, min(first + block, num_sessions)):
-                        store.put(session_key(i, round), sessions[i % 16], score=0.5)
+                some = range(first, min(first + block, num_sessions))
+                store.put_all([NewSession(session_key(i, round), sessions[i % 16], score=0.5) for i in some])
             getattr(store, "flush", lambda: None)()
             return perf_counter() - began
 

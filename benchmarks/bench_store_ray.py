@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from raggedright.store.protocol import Key, NewRow, RowEntry, SessionEntry, SessionKey, Store
+from raggedright.store.protocol import Key, NewRow, NewSession, RowEntry, SessionEntry, SessionKey, Store
 from raggedright.store.transfer_queue import TransferQueueStore
 from store_rows import FIELDS, ROWS_A_SESSION, session_key, session_rows
 
@@ -35,6 +35,10 @@ class BareTransferQueue:
         self._waiting += [(session, i, score, row) for i, row in enumerate(rows)]
         if len(self._waiting) >= self._rows_a_put:
             self.flush()
+
+    def put_all(self, sessions: Sequence[NewSession]) -> None:
+        for new in sessions:
+            self.put(new.key, new.rows, score=new.score)
 
     def flush(self) -> None:
         import transfer_queue

@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from raggedright.agents.round import Recorder as SessionRecorder
+from raggedright.agents.recorder import Recorder as SessionRecorder
 from raggedright.train.rank import run_rank
 from raggedright.train.record import Recorder
 from raggedright.train.round import RoundResult

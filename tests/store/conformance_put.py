@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raggedright.store.protocol import Key, Store, StoreError
+from raggedright.store.protocol import Key, NewSession, Store, StoreError
 from store.values import VALUES, bare, key, row, same, tokens
 
 Open = Callable[[], Store]
@@ -213,20 +213,37 @@ def test_none_agrees_with_every_dtype_and_plain_numbers_with_each_other(store: S
     assert same([f["y"] for f in store.get(keys, ["x", "y"])], [1, 0.5, True])
 
 
-def test_sessions_put_together_are_all_there_when_the_block_ends(store: Store) -> None:
-    with store.together():
-        for session in range(3):
-            store.put(key("p", session), [tokens(session + 1)], score=float(session))
-        store.put(key("p", 3), state="failed", cause="timed out")
+def test_sessions_put_together_are_all_there(store: Store) -> None:
+    sessions = [NewSession(key("p", i), [tokens(i + 1)], score=float(i)) for i in range(3)]
+    store.put_all([*sessions, NewSession(key("p", 3), state="failed", cause="timed out")])
     assert [len(entry.rows) for entry in store.list()] == [1, 1, 1, 0]
+    assert [entry.score for entry in store.list()] == [0.0, 1.0, 2.0, None]
     store.put(key("p", 4), [tokens(1)])
+    store.put_all([])
     assert len(store.list()) == 5
 
 
-def test_a_put_that_is_refused_in_a_block_leaves_the_others_whole(store: Store) -> None:
-    with store.together():
-        store.put(key("p", 0), [tokens(2)])
-        with pytest.raises(StoreError, match="p/0"):
-            store.put(key("p", 0), [tokens(3)])
-        store.put(key("p", 1), [tokens(4)])
-    assert [[row.response_tokens for row in entry.rows] for entry in store.list()] == [[2], [4]]
+def test_one_that_is_refused_among_several_is_named_and_no_later_one_is_put(store: Store) -> None:
+    store.put(key("p", 1), [tokens(3)])
+    with pytest.raises(StoreError, match="p/1"):
+        store.put_all([NewSession(key("p", i), [tokens(2)]) for i in range(3)])
+    assert [[row.response_tokens for row in entry.rows] for entry in store.list() if entry.key.session] == [[3]]
+
+
+def test_a_session_twice_among_several_is_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match="p/0"):
+        store.put_all([NewSession(key("p", 0), [tokens(2)]), NewSession(key("p", 0), [tokens(3)])])
+
+
+def test_a_running_session_may_end_among_several(store: Store) -> None:
+    store.put(key("p", 0), state="running")
+    store.put_all([NewSession(key("p", i), [tokens(2)]) for i in range(2)])
+    assert [(entry.state, len(entry.rows)) for entry in store.list()] == [("finished", 1)] * 2
+
+
+def test_a_trajectory_number_that_no_session_has_is_no_other_sessions_row(store: Store) -> None:
+    for i in range(3):
+        store.put(key("p", i), [tokens(2)])
+    for trajectory in (-1, 1, 2**16, -(2**16)):
+        with pytest.raises(StoreError, match="row p/1"):
+            store.get([row(key("p", 1), trajectory)], ["input_ids"])

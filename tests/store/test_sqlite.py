@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from raggedright.store.protocol import StoreError
+from raggedright.store.protocol import NewSession, StoreError
 from raggedright.store.sqlite import SqliteStore
 from store.conformance import *  # noqa: F403
-from store.values import key, tokens
+from store.values import key, row, same, tokens
 
 
 @pytest.fixture
@@ -35,34 +36,36 @@ def open_another(path: Path) -> Iterator[Callable[[], SqliteStore]]:
         store.close()
 
 
-def test_a_put_that_breaks_off_half_way_in_a_block_undoes_all_of_it(path: Path) -> None:
-    def put_a_broken_one() -> None:
-        with store.together():
-            store.put(key("p", 0), [tokens(2)])
-            with pytest.raises(StoreError, match="no such row here"):
-                store.put(key("p", 1), [tokens(2), tokens(9)])
-            store.put(key("p", 2), [tokens(2)])
-
+def test_a_put_that_breaks_off_half_way_undoes_all_that_came_with_it(path: Path) -> None:
     with SqliteStore(path) as store:
-        refuse = "CREATE TEMP TRIGGER t BEFORE INSERT ON rows WHEN NEW.response_tokens = 9 BEGIN {} END"
-        store._database.connection().execute(refuse.format("SELECT raise(ABORT, 'no such row here');"))
-        with pytest.raises(StoreError, match=r"failed half-way.*all of its block is undone"):
-            put_a_broken_one()
+        refuse = "CREATE TEMP TRIGGER t BEFORE INSERT ON sessions WHEN NEW.session = 1 BEGIN {} END"
+        store._database.connection().execute(refuse.format("SELECT raise(ABORT, 'no such session here');"))
+        with pytest.raises(StoreError, match="no such session here"):
+            store.put_all([NewSession(key("p", i), [tokens(2), tokens(9)]) for i in range(3)])
         assert list(store.list()) == []
         store.put(key("p", 0), [tokens(2)])
         assert len(store.list()) == 1
 
 
-def test_a_block_of_puts_that_raises_is_undone_and_unseen_before_its_end(path: Path) -> None:
-    def put_and_raise() -> None:
-        with store.together():
-            store.put(key("p", 0), [tokens(2)])
-            assert list(other.list()) == []
-            raise KeyError
+def test_of_several_sessions_all_are_put_or_none(path: Path) -> None:
+    with SqliteStore(path) as store:
+        store.put(key("p", 1), [tokens(3)])
+        with pytest.raises(StoreError, match="p/1"):
+            store.put_all([NewSession(key("p", i), [tokens(2)]) for i in range(3)])
+        assert [entry.key.session for entry in store.list()] == [1]
 
-    with SqliteStore(path) as store, SqliteStore(path) as other:
-        with pytest.raises(KeyError):
-            put_and_raise()
-        assert list(store.list()) == []
-        store.put(key("p", 0), [tokens(2)])
-        assert len(other.list()) == 1
+
+def test_large_fields_stand_apart_and_come_back(path: Path) -> None:
+    """So that a pass which needs no pixels does not read them."""
+    large = {"pixels": torch.rand(300, 100), "long": torch.arange(20_000), "text": "x" * 70_000}
+    with SqliteStore(path) as store:
+        store.put(key(), [tokens(3, **large), tokens(2)])
+        names = ["input_ids", *large]
+        (found,) = store.get([row(key())], names)
+        assert same(found, {"input_ids": torch.arange(4), **large})
+        assert store.list()[0].rows[0].field_names >= set(names)
+        with pytest.raises(StoreError, match=r"p/0/1.*pixels"):
+            store.get([row(key(), 1)], names)
+        ask = store._database.connection().execute
+        assert ask("SELECT name FROM fields ORDER BY name").fetchall() == [(name,) for name in sorted(large)]
+        assert ask("SELECT max(length(value)) < 300 FROM packs").fetchone() == (1,)

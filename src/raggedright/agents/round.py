@@ -8,15 +8,15 @@ started and nothing else.
 import asyncio
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from inspect import isawaitable
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.causes import cause_of, one_line
+from raggedright.agents.recorder import CANCELLED, Outcome, Recorder
 from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
@@ -24,80 +24,16 @@ from raggedright.agents.vision import Vision
 from raggedright.agents.watchdog import Clock, Guarded, GuardedLoop, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
-from raggedright.store.protocol import NewRow, SessionKey, Store
+from raggedright.store.protocol import SessionKey
 
 MOST_GRACE = 1.0  # seconds between cancelling an agent and leaving it behind
-CANCELLED = "cancelled"
 _CANCELLED_OTHERS = "an agent cancelled tasks that are not its own (asyncio.all_tasks has all); cancel what it started"
+
+_SOONEST = 1e-3  # seconds until the clocks are looked at again
 
 _PLAIN = (str, int, float, bool, type(None))
 
-OnDone = Callable[[SessionKey, str], None]
-
 _log = logging.getLogger(__name__)
-
-
-class _Outcome(NamedTuple):
-    """What an attempt came to: rows and a score, or a cause."""
-
-    cause: str = ""
-    rows: Sequence[NewRow] = ()
-    score: float | None = None
-
-
-class _Ended(NamedTuple):
-    """An attempt to record."""
-
-    key: SessionKey
-    outcome: _Outcome
-    is_last: bool
-
-
-class Recorder:
-    """The one place where sessions are put. `open` has the current attempt of each session that is not final."""
-
-    def __init__(self, store: Store, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
-        self._store, self._on_done = store, on_done
-        self.open = {key[1:3]: key for key in keys}
-        self._ended: list[_Ended] = []  # and not put yet
-        self._written: asyncio.Future[None] | None = None
-
-    async def put(self, key: SessionKey, outcome: _Outcome, *, is_last: bool) -> None:
-        """Record an attempt; the last one ends its session. Those that end in one turn of the loop are put together."""
-        self._ended.append(_Ended(key, outcome, is_last))
-        if self._written is not None:
-            await self._written
-            return
-        written = self._written = asyncio.get_running_loop().create_future()
-        await asyncio.sleep(0)
-        try:
-            self.put_ended()
-        except Exception as error:
-            written.set_exception(error)
-            written.exception()  # seen, whether others wait for it or not
-            raise
-        written.set_result(None)
-
-    def put_ended(self) -> None:
-        """Put all that have ended, in one transaction where the store has such."""
-        ended, self._ended, self._written = self._ended, [], None
-        with self._store.together():
-            for key, outcome, _ in ended:
-                state = "failed" if outcome.cause else "finished"
-                self._store.put(key, outcome.rows, state=state, cause=outcome.cause, score=outcome.score)
-        for key, outcome, is_last in ended:
-            if not is_last:
-                self.open[key[1:3]] = key._replace(attempt=key.attempt + 1)
-                continue
-            del self.open[key[1:3]]
-            if self._on_done is not None:
-                self._on_done(key, "failed" if outcome.cause else "finished")
-
-    def put_cancelled(self, *, record: bool) -> None:
-        """Record those that have ended as they are, and all that are open as failed if that is asked for."""
-        self.put_ended()
-        self._ended = [_Ended(key, _Outcome(CANCELLED), True) for key in self.open.values() if record]
-        self.put_ended()
 
 
 class Round:
@@ -119,6 +55,7 @@ class Round:
         self._grace = min(MOST_GRACE, settings.timeout)
         self._clock = Clock()
         self._active: dict[Guarded, Session] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
         self._records_cancelled = True
         self._loop = GuardedLoop()
@@ -133,6 +70,8 @@ class Round:
                 self._drive(self._main)
             except asyncio.CancelledError:
                 if self._error is not None:
+                    with suppress(RaggedRightError):  # the first error says more
+                        self._recorder.put_ended()
                     raise self._error from None
                 if not self._clock.stopped:
                     raise RaggedRightError(_CANCELLED_OTHERS) from None
@@ -160,6 +99,7 @@ class Round:
     async def _all(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
         waiting = iter(sessions)
         await asyncio.gather(*(self._work(waiting) for _ in range(min(self._settings.concurrency, len(sessions)))))
+        self._recorder.put_ended()
 
     async def _work(self, waiting: Iterator[tuple[Task, SessionKey]]) -> None:
         """One of `concurrency` workers: run the next session that waits, with its retries."""
@@ -169,10 +109,10 @@ class Round:
             while not is_last:
                 outcome = await self._attempt(task, key)
                 is_last = not outcome.cause or key.attempt == last_attempt
-                await self._recorder.put(key, outcome, is_last=is_last)
+                self._recorder.add(self._loop, key, outcome, is_last=is_last, on_error=self._fail)
                 key = key._replace(attempt=key.attempt + 1)
 
-    async def _attempt(self, task: Task, key: SessionKey) -> _Outcome:
+    async def _attempt(self, task: Task, key: SessionKey) -> Outcome:
         """Run the agent once; it has returned, failed, or been left behind."""
         settings = self._settings
         session = Session(
@@ -184,19 +124,30 @@ class Round:
             context_tokens=self._context_tokens,
             vision=self._vision,
         )
-        guard = Guarded(self._clock, settings.timeout)
+        guard = Guarded(self._clock, settings.timeout, self._loop.create_future())
         self._active[guard] = session
         running = self._loop.create_task(self._call(session), context=guard.context())
-        while not running.done() and (left := guard.seconds_left) > 0:
-            await asyncio.wait({running}, timeout=left)
+        running.add_done_callback(guard.wake)
+        if self._timer is None:
+            self._timer = self._loop.call_later(settings.timeout, self._look_at_clocks)
+        await guard.waiter
         if running.done():
             self._end(guard, "its agent has returned")
         else:
             self._end(guard, late := f"timed out after {settings.timeout:g} s")
             await asyncio.wait({running}, timeout=self._grace)
             if not guard.blocked_for:
-                return _Outcome(f"{late}; make it faster, or raise rollout.timeout")
+                return Outcome(f"{late}; make it faster, or raise rollout.timeout")
         return _outcome(running, session, guard)
+
+    def _look_at_clocks(self) -> None:
+        """One timer for all sessions: wake those whose time is over, and look again when the next one's may be."""
+        left = {guard: guard.seconds_left for guard in self._active}
+        for guard, seconds in left.items():
+            if seconds <= 0:
+                guard.wake()
+        later = [seconds for seconds in left.values() if seconds > 0]
+        self._timer = self._loop.call_later(max(min(later), _SOONEST), self._look_at_clocks) if later else None
 
     async def _call(self, session: Session) -> object:
         # A copy, because sessions of a prompt share a task, and what one does to it must not reach the others.
@@ -218,10 +169,14 @@ class Round:
                 counts = f"{len(generation.ids)} ids and {len(generation.log_probs)} log-probs"
                 raise EngineError(f"the engine answered with {counts}; each id has one")
         except Exception as error:
-            self._error = self._error or error
-            self._stop()
+            self._fail(error)
             raise
         return generation
+
+    def _fail(self, error: Exception) -> None:
+        """End the run with an error that is no agent's."""
+        self._error = self._error or error
+        self._stop()
 
     def _end(self, guard: Guarded, why: str) -> None:
         """Close a session; what it still has under way is cancelled."""
@@ -273,25 +228,25 @@ def _copied(data: Mapping[str, object]) -> Mapping[str, object]:
     return copied if type(data) is dict and len(copied) == len(data) else deepcopy(data)
 
 
-def _outcome(running: asyncio.Task[object], session: Session, guard: Guarded) -> _Outcome:
+def _outcome(running: asyncio.Task[object], session: Session, guard: Guarded) -> Outcome:
     """What the agent's end means: a session needs a finite reward and a trajectory or more."""
     ran = running.done() and not running.cancelled()
     error = running.exception() if ran else asyncio.CancelledError()
     if guard.blocked_for and (error is None or isinstance(error, asyncio.CancelledError)):
-        return _Outcome(f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
+        return Outcome(f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
     if error is not None:
-        return _Outcome(cause_of(error, __file__))
+        return Outcome(cause_of(error, __file__))
     value = running.result()
     score = finite(value)
     if score is None:
         shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
-        return _Outcome(one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
+        return Outcome(one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
     if not session.num_trajectories:
-        return _Outcome("returned without a trajectory; open one with session.trajectory(prompt) and generate in it")
+        return Outcome("returned without a trajectory; open one with session.trajectory(prompt) and generate in it")
     try:
-        return _Outcome(rows=session.rows(), score=score)
+        return Outcome(rows=session.rows(), score=score)
     except SessionError as invalid:
-        return _Outcome(one_line(f"SessionError: {invalid}"))
+        return Outcome(one_line(f"SessionError: {invalid}"))
 
 
 def _leave_behind(task: asyncio.Task[object]) -> None:

@@ -5,7 +5,7 @@ failure; the other sessions record the same bits as without it. Three errors are
 store's, the engine's, and the user's Ctrl-C. `on_failure` "retry" runs a failed session again under the next attempt;
 what the others mean for a group is the trainer's business.
 
-All sessions share one event loop in the calling thread; puts happen in that loop, in one place.
+All sessions share one event loop in the calling thread; puts happen in that loop, in one place (`recorder`).
 
 The surprise: a time-out does not wait for the agent. It is cancelled and gets a short grace; one that swallows the
 cancellation is left behind, its session closed, and never runs again once the round is over.
@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.round import OnDone, Recorder, Round
+from raggedright.agents.recorder import OnDone, Recorder
+from raggedright.agents.round import Round
 from raggedright.agents.session import Agent, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.vision import Vision

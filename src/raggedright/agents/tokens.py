@@ -9,6 +9,7 @@ twice; one that was stopped by its length has not, and gets it as an observation
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import index
 
 from tokenizers import Tokenizer
@@ -22,6 +23,7 @@ Tokens = str | Sequence[int] | Sequence[Message]
 Encode = Callable[[str], list[int]]
 """A text to ids in another way than the tokenizer's own: with the images in it."""
 
+_SHORT = 8192  # characters of a text that is worth remembering
 _REPLY = "\ue000reply\ue000"  # characters for private use: no whitespace that a template would strip
 
 
@@ -94,8 +96,16 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> list[int]:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if (backend := _backend(tokenizer)) is not None:
+        if len(text) <= _SHORT:
+            return [*_encode_short(backend, backend.get_vocab_size(), text)]
         return backend.encode(text, add_special_tokens=False).ids
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+@lru_cache(maxsize=4096)
+def _encode_short(backend: Tokenizer, _vocabulary: int, text: str) -> tuple[int, ...]:
+    """The ids of a text that may come again: sessions of a prompt begin alike. Added tokens change the vocabulary."""
+    return tuple(backend.encode(text, add_special_tokens=False).ids)
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:

@@ -15,7 +15,7 @@ for all. Nor can a call into C that does not return be interrupted, or an agent 
 import selectors
 import signal
 import threading
-from asyncio import AbstractEventLoop, SelectorEventLoop, Task
+from asyncio import AbstractEventLoop, Future, SelectorEventLoop, Task
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
@@ -41,7 +41,8 @@ class Clock:
 class Guarded:
     """One attempt of a session as the watchdog sees it: its time, and the tasks that it started."""
 
-    def __init__(self, clock: Clock, timeout: float) -> None:
+    def __init__(self, clock: Clock, timeout: float, waiter: "Future[None]") -> None:
+        self.waiter = waiter  # done when its agent has returned, or its time is over
         self.blocked_for = 0.0  # seconds of the block that was interrupted
         self.ended = False
         self.tasks: set[Task[object]] = set()
@@ -58,6 +59,11 @@ class Guarded:
     def is_over(self) -> bool:
         """Whether its code may be interrupted."""
         return self.seconds_left <= 0 or self._clock.stopped
+
+    def wake(self, _task: Task[object] | None = None) -> None:
+        """Let whoever waits for it go on."""
+        if not self.waiter.done():
+            self.waiter.set_result(None)
 
     def add_blocked(self, seconds: float) -> None:
         """Its own code held the loop."""
@@ -117,9 +123,15 @@ def _new_task(loop: AbstractEventLoop, coro: Coroutine, **options: Context) -> T
     context = options.get("context")
     session = _RUNNING.get() if context is None else context.get(_RUNNING)
     if session is not None:
-        for tasks in (session.tasks, loop.agent_tasks):  # they hold it while it runs, which the loop itself does not
+        both = session.tasks, loop.agent_tasks  # they hold it while it runs, which the loop itself does not
+        for tasks in both:
             tasks.add(task)
-            task.add_done_callback(tasks.discard)
+
+        def let_go(task: Task) -> None:
+            for tasks in both:
+                tasks.discard(task)
+
+        task.add_done_callback(let_go)
     return task
 
 

@@ -13,6 +13,7 @@ them already.
 import asyncio
 from array import array
 from collections.abc import Callable, Iterable
+from threading import get_ident
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ class LocalEngine:
             raise EngineError("the engine is closed and takes no more requests")
         if self._incomplete:
             raise EngineError(f"the last update of weights failed ({self._incomplete}); update them again first")
-        loop = asyncio.get_running_loop()
+        loop = self._running_loop()
         job = Job(
             number=self._num_requests,
             context=self._context(request),
@@ -108,6 +109,12 @@ class LocalEngine:
     def _settle(self, end: Callable[[Job], None]) -> None:
         if self._turns is not None:
             self._turns.settle(end, before=self._num_requests)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of this thread; asyncio's own answer asks the kernel for the process every time."""
+        if (turns := self._turns) is not None and getattr(turns.loop, "_thread_id", None) == get_ident():
+            return turns.loop
+        return asyncio.get_running_loop()
 
     def _turns_of(self, loop: asyncio.AbstractEventLoop) -> Turns:
         """The turns that this loop takes; those of an earlier loop, with whatever they left behind, are forgotten."""

@@ -5,12 +5,14 @@ each other and with None, and never with a tensor or an array.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, get_args
 
-from raggedright.store.protocol import Key, NewRow, SessionEntry, SessionKey, State, StoreError
+from raggedright.store.protocol import Key, NewRow, NewSession, SessionEntry, SessionKey, State, StoreError
 
 LARGEST = 2**63 - 1
+MOST_ROWS = 2**16  # of a session
+_STATES = get_args(State)
 
 
 class Encoded(NamedTuple):
@@ -20,11 +22,12 @@ class Encoded(NamedTuple):
     data: bytes
 
 
-def check_put(session: SessionKey, rows: Sequence[NewRow], state: State, cause: str, score: float | None) -> None:
+def check_put(new: NewSession) -> None:
     """Refuse what cannot be a session, whatever the store holds."""
+    session, rows, state, cause, score = new
     check_session(session)
-    if state not in get_args(State):
-        raise StoreError(f"{session}: state is {state!r}; it takes {', '.join(get_args(State))}")
+    if state not in _STATES:
+        raise StoreError(f"{session}: state is {state!r}; it takes {', '.join(_STATES)}")
     if rows and state != "finished":
         counted = f"{len(rows)} row{'s' if len(rows) > 1 else ''}"
         raise StoreError(f"{session}: {counted} with state {state}; only a finished session has rows")
@@ -32,8 +35,10 @@ def check_put(session: SessionKey, rows: Sequence[NewRow], state: State, cause: 
         raise StoreError(f"{session}: cause is {cause!r:.80} with state {state}; a failed session has one, others none")
     if score is not None and not _is_number(score):
         raise StoreError(f"{session}: score is {score!r:.80}; it takes a finite number or None, or put it as failed")
+    if len(rows) > MOST_ROWS:
+        raise StoreError(f"{session}: {len(rows):,} rows; a session has at most {MOST_ROWS:,}")
     for i, row in enumerate(rows):
-        _check_row(Key(*session, i), row)
+        _check_row(session, i, row)
 
 
 def check_session(session: SessionKey) -> None:
@@ -53,16 +58,16 @@ def check_can_become(session: SessionKey, before: str | None, state: State) -> N
     raise StoreError(f"{session}: put as {state} and it is {before} already; {remedy}")
 
 
-def check_types(types: dict[str, str], key: Key, fields: Mapping[str, Encoded]) -> None:
-    """Compare a row's fields with the types of its round, and add to these what is new."""
-    for name, new in fields.items():
+def check_types(types: dict[str, str], key: Key, of_row: Mapping[str, str]) -> None:
+    """Compare the types of a row's fields with those of its round, and add to these what is new."""
+    for name, new in of_row.items():
         old = types.get(name)
         if old is None:
-            if new.type != "None":
-                types[name] = new.type
-        elif old != new.type != "None" and ("." in old or "." in new.type):
+            if new != "None":
+                types[name] = new
+        elif old != new != "None" and ("." in old or "." in new):
             raise StoreError(
-                f"{key}: field {name} is {new.type} and {old} in other rows of the round; a field keeps its dtype"
+                f"{key}: field {name} is {new} and {old} in other rows of the round; a field keeps its dtype"
             )
 
 
@@ -114,20 +119,23 @@ def last_attempts(entries: Iterable[SessionEntry], wanted: Iterable[tuple[str, i
     return list(last.values())
 
 
-def _check_row(key: Key, row: NewRow) -> None:
-    counts = (row.prompt_tokens, row.response_tokens, row.loss_tokens)
-    if not all(map(_is_count, counts)) or row.loss_tokens > row.response_tokens:
+def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> None:
+    prompt, response, loss = counts = row.prompt_tokens, row.response_tokens, row.loss_tokens
+    if not (_is_count(prompt) and _is_count(response) and _is_count(loss)) or loss > response:
         raise StoreError(
-            f"{key}: prompt_tokens, response_tokens and loss_tokens are {', '.join(map(str, counts))}; they take whole "
-            "numbers from 0, and loss_tokens at most response_tokens"
+            f"{Key(*session, trajectory)}: prompt_tokens, response_tokens and loss_tokens are "
+            f"{', '.join(map(str, counts))}; they take whole numbers from 0, and loss_tokens at most response_tokens"
         )
     if type(row.is_padding) is not bool:
-        raise StoreError(f"{key}: is_padding is {row.is_padding!r:.80}; it takes True or False")
+        raise StoreError(f"{Key(*session, trajectory)}: is_padding is {row.is_padding!r:.80}; it takes True or False")
     for name, value in row.tags.items():
         if not _is_text(name) or not (
             value is None or type(value) in (bool, int) or _is_text(value) or _is_number(value)
         ):
-            raise StoreError(f"{key}: tag {name} is {value!r:.80}; it takes text, a finite number, a boolean or None")
+            raise StoreError(
+                f"{Key(*session, trajectory)}: tag {name} is {value!r:.80}; it takes text, a finite number, a boolean "
+                "or None"
+            )
 
 
 def _is_count(value: object) -> bool:

@@ -37,8 +37,10 @@ _TYPE_NAMES = {dtype: str(dtype) for dtype in TORCH.values()}
 _TORCH_HEADS = {dtype: b"x" + bytes([len(name)]) + name.encode() for name, dtype in TORCH.items()}
 _LIKE_NUMPY = frozenset(dtype for name, dtype in TORCH.items() if hasattr(np, name) and not dtype.is_complex)
 # All that stands before the count of a vector's values; a boolean's values have to be looked at one by one.
-_VECTOR_PREFIXES = {dtype: VERSION + _TORCH_HEADS[dtype] + b"\x01" for dtype in _LIKE_NUMPY if dtype != torch.bool}
-_VECTORS = {prefix: dtype for dtype, prefix in _VECTOR_PREFIXES.items()}
+PLAIN_VECTORS = {dtype: _TORCH_HEADS[dtype] + b"\x01" for dtype in _LIKE_NUMPY if dtype != torch.bool}
+_VECTORS = {VERSION + head: dtype for dtype, head in PLAIN_VECTORS.items()}
+_seen_names: set[str] = set()  # that are text; a run's rows have the same few
+MOST_SEEN = 1_000
 _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
 
@@ -54,15 +56,30 @@ def type_name(value: object) -> str:
 
 def encode_fields(key: Key, fields: Fields) -> dict[str, Encoded]:
     """A row's fields as bytes; an error names the row and the field."""
+    check_names(key, fields)
     encoded = {}
     for name, value in fields.items():
-        if type(name) is not str or not _is_text(name):
-            raise StoreError(f"{key}: field {name!r:.60} has a name that is no text; a field's name is a string")
         try:
             encoded[name] = Encoded(type_name(value), encode(value))
         except StoreError as error:
-            raise StoreError(f"{key}: field {name} {error}") from None
+            raise field_error(key, name, error) from None
     return encoded
+
+
+def check_names(key: Key, fields: Fields) -> None:
+    """Refuse field names that are no text."""
+    if fields.keys() <= _seen_names:
+        return
+    for name in fields:
+        if type(name) is not str or not _is_text(name):
+            raise StoreError(f"{key}: field {name!r:.60} has a name that is no text; a field's name is a string")
+    if len(_seen_names) < MOST_SEEN:
+        _seen_names.update(fields)
+
+
+def field_error(key: Key, name: str, error: StoreError) -> StoreError:
+    """An error about a value, with the row and the field that it belongs to."""
+    return StoreError(f"{key}: field {name} {error}")
 
 
 def decode_field(key: Key, name: str, data: object) -> object:
@@ -70,15 +87,17 @@ def decode_field(key: Key, name: str, data: object) -> object:
     try:
         return decode(data)
     except StoreError as error:
-        raise StoreError(f"{key}: field {name} {error}") from None
+        raise field_error(key, name, error) from None
 
 
 def encode(value: object) -> bytes:
     """One value as bytes; an error says what cannot be one, without a subject."""
-    if type(value) is Tensor and (whole := _encode_vector(value)) is not None:
-        return whole
+    vector = plain_vector(value)
+    if vector is not None and vector.nbytes < MAX_BYTES // 2:
+        whole = b"".join((VERSION, PLAIN_VECTORS[value.dtype], _U64.pack(len(vector)), vector.data))  # type: ignore[attr-defined]
+        return whole + zlib.crc32(whole).to_bytes(4, "little")
     parts: list[bytes | memoryview] = [VERSION]
-    _write(value, parts, 0)
+    write_item(value, parts, 0)
     size = sum(map(len, parts))
     if size > MAX_BYTES:
         raise StoreError(f"has {size:,} bytes and a value takes at most {MAX_BYTES:,}; split it into several fields")
@@ -88,23 +107,33 @@ def encode(value: object) -> bytes:
     return b"".join([*parts, crc.to_bytes(4, "little")])
 
 
-def _encode_vector(value: Tensor) -> bytes | None:
-    """The bytes of a plain vector at once, since most fields are one; None for whatever is not."""
-    prefix = _VECTOR_PREFIXES.get(value.dtype)
-    if prefix is None:
+def plain_vector(value: object) -> np.ndarray | None:
+    """The values of a plain vector, which most fields are; None for whatever is not."""
+    if type(value) is not Tensor or value.dtype not in PLAIN_VECTORS:
         return None
     try:
         array = value.numpy()
     except (RuntimeError, TypeError):  # on another device, with a gradient, negated by a flag, sparse
         return None
-    if array.ndim != 1 or not 0 < array.nbytes < MAX_BYTES // 2 or not array.flags.c_contiguous:
-        return None
-    whole = b"".join((prefix, _U64.pack(len(array)), array.data))
-    return whole + zlib.crc32(whole).to_bytes(4, "little")
+    return array if array.ndim == 1 and array.nbytes and array.strides[0] == array.itemsize else None
+
+
+def decode(data: object) -> object:
+    """The value that `encode` was given; an error says what is wrong with the bytes, without a subject."""
+    whole = checked(data)
+    if (vector := _decode_vector(whole)) is not None:
+        return vector
+    if whole[:1] != VERSION:
+        raise StoreError(f"is in format {whole[0]} and this version reads {VERSION[0]}; read it with its own version")
+    reader = Reader(memoryview(whole)[1:-4])
+    value = reader.item(0)
+    if reader.left:
+        raise altered(f"{reader.left:,} bytes after its end")
+    return value
 
 
 def _decode_vector(data: bytes) -> Tensor | None:
-    """The vector in bytes whose checksum is right, in memory of its own; None for whatever else they may be."""
+    """The plain vector in bytes whose checksum is right; None for whatever else they may be."""
     start = 4 + data[2]
     dtype = _VECTORS.get(data[:start])
     if dtype is None or len(data) < start + 12:
@@ -115,28 +144,27 @@ def _decode_vector(data: bytes) -> Tensor | None:
     return torch.frombuffer(bytearray(data[start + 8 : -4]), dtype=dtype)
 
 
-def decode(data: object) -> object:
-    """The value that `encode` was given; an error says what is wrong with the bytes, without a subject."""
+def checked(data: object) -> bytes:
+    """Bytes that fit their checksum."""
     if not isinstance(data, bytes):
         raise StoreError(f"is a {type(data).__name__} where bytes were stored; the file was altered")
     if len(data) < 6 or zlib.crc32(data) != _RESIDUE:
         raise StoreError(f"has {len(data):,} bytes that do not fit their checksum; the file was cut or altered")
-    if (vector := _decode_vector(data)) is not None:
-        return vector
-    if data[:1] != VERSION:
-        raise StoreError(f"is in format {data[0]} and this version reads {VERSION[0]}; read it with its own version")
-    reader = Reader(memoryview(data)[1:-4])
-    value = reader.item(0)
-    if reader.left:
-        raise altered(f"{reader.left:,} bytes after its end")
-    return value
+    return data
+
+
+def text_item(text: str) -> bytes:
+    """Text as an item."""
+    body = text.encode("utf-8", "surrogatepass")
+    return b"s" + _U64.pack(len(body)) + body
 
 
 def _is_text(text: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in text) if not text.isascii() else True
 
 
-def _write(value: object, parts: list[bytes | memoryview], depth: int) -> None:
+def write_item(value: object, parts: list[bytes | memoryview], depth: int) -> None:
+    """Append an item's bytes at this depth; an error says what cannot be one, without a subject."""
     kind = type(value)
     if depth > MAX_DEPTH:
         raise StoreError(f"is nested more than {MAX_DEPTH} deep; flatten it")
@@ -153,14 +181,14 @@ def _write(value: object, parts: list[bytes | memoryview], depth: int) -> None:
     elif kind is list or kind is tuple:
         parts.append((b"l" if kind is list else b"t") + _U64.pack(len(value)))  # type: ignore[arg-type]
         for item in value:  # type: ignore[attr-defined]
-            _write(item, parts, depth + 1)
+            write_item(item, parts, depth + 1)
     elif kind is dict:
         parts.append(b"d" + _U64.pack(len(value)))  # type: ignore[arg-type]
         for name, item in value.items():  # type: ignore[attr-defined]
             if type(name) not in KEY_TYPES:
                 raise StoreError(f"has a dict with a key of type {type(name).__name__}; use text or numbers")
-            _write(name, parts, depth + 1)
-            _write(item, parts, depth + 1)
+            write_item(name, parts, depth + 1)
+            write_item(item, parts, depth + 1)
     else:
         raise _refused(value)
 

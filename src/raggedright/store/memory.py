@@ -4,7 +4,6 @@ Fields are kept as the bytes that a file would have, so that what was put stays 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Condition
 from time import monotonic
@@ -23,7 +22,17 @@ from raggedright.store.checks import (
     row_missing,
 )
 from raggedright.store.encoding import decode_field, encode_fields
-from raggedright.store.protocol import Fields, Key, NewRow, RowEntry, SessionEntry, SessionKey, State, StoreError
+from raggedright.store.protocol import (
+    Fields,
+    Key,
+    NewRow,
+    NewSession,
+    RowEntry,
+    SessionEntry,
+    SessionKey,
+    State,
+    StoreError,
+)
 
 __all__ = ["MemoryStore"]
 
@@ -54,7 +63,7 @@ class MemoryStore:
         score: float | None = None,
     ) -> None:
         """Record a session: as running, as finished with all its rows, or as failed with a cause."""
-        check_put(session, rows, state, cause, score)
+        check_put(NewSession(session, rows, state, cause, score))
         session = SessionKey(*session)
         encoded = [encode_fields(Key(*session, i), row.fields) for i, row in enumerate(rows)]
         entries = tuple(_entry(Key(*session, i), row) for i, row in enumerate(rows))
@@ -66,15 +75,16 @@ class MemoryStore:
             check_can_become(session, before.entry.state if before else None, state)
             types = dict(self._types.get(session.round, {}))
             for entry, fields in zip(entries, encoded, strict=True):
-                check_types(types, entry.key, fields)
+                check_types(types, entry.key, _types(fields))
             self._types[session.round] = types
             entry = SessionEntry(key=session, state=state, cause=cause, score=score, rows=entries)
             self._sessions[session] = _Session(entry, encoded)
             self._changed.notify_all()
 
-    def together(self) -> AbstractContextManager[None]:
-        """A block of puts; here each is there at once."""
-        return nullcontext()
+    def put_all(self, sessions: Sequence[NewSession]) -> None:
+        """Record several sessions; here each is there at once."""
+        for key, rows, state, cause, score in sessions:
+            self.put(key, rows, state=state, cause=cause, score=score)
 
     def list(
         self,
@@ -123,7 +133,7 @@ class MemoryStore:
                 row = self._find(key)
                 for name in fields.keys() & row.keys():
                     check_replaced(key, name, row[name].type, fields[name].type)
-                check_types(types[key.round], key, fields)
+                check_types(types[key.round], key, _types(fields))
             self._types.update(types)
             for key, fields in encoded.items():
                 self._add(key, fields)
@@ -183,6 +193,10 @@ class MemoryStore:
         rows = [*found.entry.rows]
         rows[key.trajectory] = rows[key.trajectory]._replace(field_names=frozenset(found.fields[key.trajectory]))
         found.entry = replace(found.entry, rows=tuple(rows))
+
+
+def _types(fields: Mapping[str, Encoded]) -> dict[str, str]:
+    return {name: value.type for name, value in fields.items()}
 
 
 def _entry(key: Key, row: NewRow) -> RowEntry:

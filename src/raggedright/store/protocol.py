@@ -9,7 +9,6 @@ attempt, so no key is ever written twice and a late writer cannot touch what ano
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -66,6 +65,16 @@ class NewRow:
     tags: Mapping[str, Tag] = field(default_factory=dict)
 
 
+class NewSession(NamedTuple):
+    """A session to put, with all its rows if it is finished and with a cause if it failed."""
+
+    key: SessionKey
+    rows: Sequence[NewRow] = ()
+    state: State = "finished"
+    cause: str = ""
+    score: float | None = None
+
+
 class RowEntry(NamedTuple):
     """What a listing says of a row: everything but its fields' values. A tuple, since a listing makes very many."""
 
@@ -107,10 +116,10 @@ class Store(Protocol):
         """
         ...
 
-    def together(self) -> AbstractContextManager[None]:
-        """A block whose puts may share one transaction; what it put is there, for everybody, when it ends.
+    def put_all(self, sessions: Sequence[NewSession]) -> None:
+        """Record several sessions, as `put` does each; they may share one transaction, and one write to the disk.
 
-        Each session is still whole or not at all. Where the block raises, those that it put may be undone.
+        Each is whole or not at all. Where one is refused, those before it may be there or not, those after it are not.
         """
         ...
 

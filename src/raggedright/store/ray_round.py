@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from raggedright.store.checks import Encoded, check_types
+from raggedright.store.checks import check_types
 from raggedright.store.protocol import Key, SessionKey, State
 
 
@@ -105,7 +105,7 @@ class Round:
         """Compare rows with the round's types and these; the types of the rows' fields."""
         known, names = {**self.types, **types}, set()
         for key, layout in rows:
-            check_types(known, key, {name: Encoded(column.type, b"") for name, column in layout.items()})
+            check_types(known, key, {name: column.type for name, column in layout.items()})
             names |= layout.keys()
         return {name: known[name] for name in names & known.keys()}
 

@@ -34,6 +34,9 @@ _WRITING = (
 )
 
 
+_DAMAGED = "the file is damaged; restore a copy, or move it away and run its rounds again"
+
+
 class Database:
     """The connections of this process to one store's file."""
 
@@ -44,7 +47,6 @@ class Database:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._connections: dict[int, sqlite3.Connection] = {}
-        self._spoiled: dict[int, BaseException] = {}  # what broke off a part of a thread's block
         self._closed = False
         with self.errors("open"):
             if not path.exists() and not read_only:
@@ -80,12 +82,6 @@ class Database:
         with self.errors(what), self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block in which this thread's reads and writes are parts of one write."""
-        with self.write("a block of puts"):
-            yield
-
     def connection(self) -> sqlite3.Connection:
         """This thread's connection."""
         if self._closed:
@@ -116,6 +112,8 @@ class Database:
             yield
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: {what} failed: {self._sentence(error)}") from error
+        except UnicodeDecodeError as error:  # SQLite quotes what it cannot read
+            raise StoreError(f"{self.path}: {what} failed: {_DAMAGED}") from error
         except (OverflowError, UnicodeEncodeError) as error:
             raise StoreError(f"{self.path}: {what} failed: no key or name in a store is like that ({error})") from error
         except OSError as error:
@@ -124,29 +122,15 @@ class Database:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         connection = self.connection()
-        if connection.in_transaction:  # of a block of puts, of which this is a part
-            changes = connection.total_changes
-            try:
-                yield connection
-            except BaseException as error:
-                if connection.total_changes != changes:  # refused ones have changed nothing, and the block goes on
-                    self._spoiled[threading.get_ident()] = error
-                raise
-            return
         connection.execute(begin)
         try:
             yield connection
-            if threading.get_ident() in self._spoiled:
-                cause = self._spoiled[threading.get_ident()]
-                raise StoreError(f"{self.path}: a put failed half-way ({cause}); all of its block is undone")
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 with suppress(sqlite3.Error):  # the first error says more
                     connection.execute("ROLLBACK")
             raise
-        finally:
-            self._spoiled.pop(threading.get_ident(), None)
 
     def _connect(self) -> sqlite3.Connection:
         living = {thread.ident for thread in threading.enumerate()}
@@ -199,7 +183,7 @@ class Database:
         if primary == sqlite3.SQLITE_READONLY:
             return "the file cannot be written; mount its file system for writing, or set the file's permissions"
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return f"{said}: the file is damaged; restore a copy, or move it away and run its rounds again"
+            return f"{said}: {_DAMAGED}"
         if primary == sqlite3.SQLITE_CANTOPEN and self.read_only:
             return f"{said}: {self._log.name} beside it has what was put last; copy both to where you can write"
         if primary == sqlite3.SQLITE_CANTOPEN:

@@ -11,43 +11,49 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from raggedright.store.checks import MOST_ROWS
 from raggedright.store.protocol import StoreError
 
 APPLICATION_ID = 0x52476474  # "RGdt", at byte 68 of the file
-FORMAT = 1  # the user_version, at byte 60
+FORMAT = 2  # the user_version, at byte 60
 PAGE_SIZE = 16_384
 
 SCHEMA = (
     # format; deleted_round: this round and those before it are gone, whatever rows of theirs are still here
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    # rows: a JSON list with a list a row, see the view rows; fields: the lists of field names that its rows have;
+    # apart: whether some of its rows' fields are in table fields
     """CREATE TABLE sessions (
   id INTEGER PRIMARY KEY,
   round INTEGER NOT NULL, prompt TEXT NOT NULL, session INTEGER NOT NULL, attempt INTEGER NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('running', 'finished', 'failed')),
   cause TEXT NOT NULL,
   score REAL,
+  rows TEXT NOT NULL,
+  fields TEXT NOT NULL,
+  apart INTEGER NOT NULL,
   UNIQUE (round, prompt, session, attempt)
 ) STRICT""",
-    # tags: a JSON object; fields: a JSON list of the names in table fields
-    """CREATE TABLE rows (
-  id INTEGER PRIMARY KEY,
-  session_id INTEGER NOT NULL REFERENCES sessions (id), trajectory INTEGER NOT NULL,
-  prompt_tokens INTEGER NOT NULL, response_tokens INTEGER NOT NULL, loss_tokens INTEGER NOT NULL,
-  is_padding INTEGER NOT NULL CHECK (is_padding IN (0, 1)),
-  tags TEXT NOT NULL, fields TEXT NOT NULL,
-  UNIQUE (session_id, trajectory)
-) STRICT""",
-    # type: torch.float32, numpy.int64, str ...; value: as raggedright.store.encoding says
+    f"""CREATE VIEW rows AS
+  SELECT s.id * {MOST_ROWS} + r.key AS id, s.id AS session_id, r.key AS trajectory,
+    json_extract(r.value, '$[0]') AS prompt_tokens, json_extract(r.value, '$[1]') AS response_tokens,
+    json_extract(r.value, '$[2]') AS loss_tokens, json_extract(r.value, '$[3]') AS is_padding,
+    json_extract(r.value, '$[4]') AS tags,
+    json_extract(s.fields, '$[' || json_extract(r.value, '$[5]') || ']') AS fields
+  FROM sessions s, json_each(s.rows) r""",
+    """CREATE VIEW tags AS
+  SELECT rows.id AS row_id, tag.key AS name, tag.value AS value FROM rows, json_each(rows.tags) AS tag""",
+    # value: a dict of a row's fields, as raggedright.store.encoding says
+    "CREATE TABLE packs (row_id INTEGER PRIMARY KEY, value BLOB NOT NULL) STRICT",
+    # fields that are not in their row's pack, or replaced there: large ones, and those of an update
     """CREATE TABLE fields (
-  row_id INTEGER NOT NULL REFERENCES rows (id), name TEXT NOT NULL, type TEXT NOT NULL, value BLOB NOT NULL,
+  row_id INTEGER NOT NULL, name TEXT NOT NULL, type TEXT NOT NULL, value BLOB NOT NULL,
   PRIMARY KEY (row_id, name)
 ) STRICT""",
-    # the type that a field has in a round
+    # the type that a field has in a round: torch.float32, numpy.int64, str ...
     """CREATE TABLE types (
   round INTEGER NOT NULL, name TEXT NOT NULL, type TEXT NOT NULL, PRIMARY KEY (round, name)
 ) STRICT, WITHOUT ROWID""",
-    """CREATE VIEW tags AS
-  SELECT rows.id AS row_id, tag.key AS name, tag.value AS value FROM rows, json_each(rows.tags) AS tag""",
 )
 
 

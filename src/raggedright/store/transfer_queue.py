@@ -19,14 +19,24 @@ others only let go. A dead storage unit, controller or sessions' actor is a Stor
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Self, TypeVar
 
 from raggedright.store.checks import check_put
 from raggedright.store.collecting import no_collecting
-from raggedright.store.protocol import Fields, Key, NewRow, RowEntry, SessionEntry, SessionKey, State, StoreError
+from raggedright.store.protocol import (
+    Fields,
+    Key,
+    NewRow,
+    NewSession,
+    RowEntry,
+    SessionEntry,
+    SessionKey,
+    State,
+    StoreError,
+)
 from raggedright.store.ray_columns import (
     Cell,
     about,
@@ -78,7 +88,7 @@ class TransferQueueStore:
         score: float | None = None,
     ) -> None:
         """Record a session: as running, as finished with all its rows, or as failed with a cause."""
-        check_put(session, rows, state, cause, score)
+        check_put(NewSession(session, rows, state, cause, score))
         session = SessionKey(*session)
         keys = [Key(*session, i) for i in range(len(rows))]
         cells = [to_cells(key, row.fields) for key, row in zip(keys, rows, strict=True)]
@@ -93,9 +103,10 @@ class TransferQueueStore:
             tags = [tag(row, own, len(rows), columns) for row, own, columns in all_of]
             self._write(write, [(key, write) for key in keys], cells, layouts, tags, packed)
 
-    def together(self) -> AbstractContextManager[None]:
-        """A block of puts; here each is there at once."""
-        return nullcontext()
+    def put_all(self, sessions: Sequence[NewSession]) -> None:
+        """Record several sessions; here each is there at once."""
+        for key, rows, state, cause, score in sessions:
+            self.put(key, rows, state=state, cause=cause, score=score)
 
     def list(
         self,

@@ -152,7 +152,9 @@ def test_tiles_that_are_counted_right_score_one_and_rows_mix(monkeypatch):
     sessions = [(Task(uid=str(i), data=tiles.tasks(i, 1)), s) for i in range(12) for s in range(4)]
     engine = Eyes()
     sampling = Sampling(max_tokens=8, stop_ids=frozenset([EOS]))
-    store = run(tiles.Tiles(), sessions, engine=engine, tokenizer=TOKENIZER, vision=VISION, sampling=sampling)
+    store = run(
+        tiles.Tiles(), sessions, engine=engine, tokenizer=TOKENIZER, vision=VISION, sampling=sampling, timeout=30.0
+    )
     entries = store.list()
     assert {entry.score for entry in entries} == {1.0}
     assert {len(entry.rows) for entry in entries} == {1, 2, 3}

@@ -1,0 +1,79 @@
+"""Puts the sessions of a run into the store: the one place where that is done.
+
+What ends within a moment is put together, in one transaction where the store has such, because a write to the disk
+takes as long as a hundred short rows. A session is recorded once it is put, never before: what a crash takes with it in
+that moment runs again.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from raggedright.store.protocol import NewRow, NewSession, SessionKey, Store
+
+CANCELLED = "cancelled"
+MOMENT = 0.1  # seconds that a session which has ended may wait for others
+
+OnDone = Callable[[SessionKey, str], None]
+
+
+class Outcome(NamedTuple):
+    """What an attempt came to: rows and a score, or a cause."""
+
+    cause: str = ""
+    rows: Sequence[NewRow] = ()
+    score: float | None = None
+
+
+class Recorder:
+    """Attempts that have ended, and how they get into the store.
+
+    `open` has the current attempt of each session that is not final.
+    """
+
+    def __init__(self, store: Store, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
+        self._store, self._on_done = store, on_done
+        self.open = {key[1:3]: key for key in keys}
+        self._ended: list[tuple[NewSession, bool]] = []  # and not put yet; whether it is the session's last attempt
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(
+        self, loop: asyncio.AbstractEventLoop, key: SessionKey, outcome: Outcome, *, is_last: bool,
+        on_error: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
+        """Take an attempt that has ended; it is put in a moment, and what goes wrong then is told."""
+        self._ended.append((_new_session(key, outcome), is_last))
+        if self._timer is None:
+            self._timer = loop.call_later(MOMENT, self._put_soon, on_error)
+
+    def put_ended(self) -> None:
+        """Put all that have ended."""
+        ended, self._ended = self._ended, []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._store.put_all([new for new, _ in ended])
+        for new, is_last in ended:
+            if not is_last:
+                self.open[new.key[1:3]] = new.key._replace(attempt=new.key.attempt + 1)
+                continue
+            del self.open[new.key[1:3]]
+            if self._on_done is not None:
+                self._on_done(new.key, new.state)
+
+    def put_cancelled(self, *, record: bool) -> None:
+        """Record those that have ended as they are, and all that are open as failed if that is asked for."""
+        self.put_ended()
+        self._ended = [(_new_session(key, Outcome(CANCELLED)), True) for key in self.open.values() if record]
+        self.put_ended()
+
+    def _put_soon(self, on_error: Callable[[Exception], None]) -> None:
+        try:
+            self.put_ended()
+        except Exception as error:
+            on_error(error)
+
+
+def _new_session(key: SessionKey, outcome: Outcome) -> NewSession:
+    state = "failed" if outcome.cause else "finished"
+    return NewSession(key, outcome.rows, state, outcome.cause, outcome.score)

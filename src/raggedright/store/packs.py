@@ -1,0 +1,120 @@
+"""A row's fields as one value: a dict in the words of `encoding`, with one checksum; large ones stand apart.
+
+One value a row is what makes a put and a get cheap where rows are short; one of its own for a large field is what lets
+a pass leave alone the pixels that it does not need. `decode` reads a pack like any other value. What most rows are, a
+dict of plain vectors, is written and read here without a detour; whatever is not takes the encoding's own way.
+"""
+
+import struct
+import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raggedright.store.checks import Encoded
+from raggedright.store.encoding import (
+    PLAIN_VECTORS,
+    VERSION,
+    check_names,
+    checked,
+    decode,
+    encode,
+    field_error,
+    plain_vector,
+    text_item,
+    type_name,
+    write_item,
+)
+from raggedright.store.protocol import Fields, Key, StoreError
+
+LARGE = 2**16  # bytes of a field that stands apart
+_DICT = VERSION + b"d"
+_TEXT, _TEXT_HEAD = ord("s"), 9
+_U64 = struct.Struct("<Q")
+
+
+class Packed(NamedTuple):
+    """A row's fields as a store keeps them."""
+
+    types: Mapping[str, str]
+    pack: bytes
+    apart: dict[str, Encoded]
+
+
+def pack_row(key: Key, fields: Fields) -> Packed:
+    """A row's fields as bytes; an error names the row and the field."""
+    check_names(key, fields)
+    types: dict[str, str] = {}
+    apart: dict[str, Encoded] = {}
+    parts: list[bytes | memoryview] = []
+    for name, value in fields.items():
+        types[name] = kind = type_name(value)
+        try:
+            vector = plain_vector(value)
+            if vector is not None:
+                if vector.nbytes < LARGE:
+                    parts += (_vector_head(name, value.dtype), _U64.pack(len(vector)), vector.data)  # type: ignore[attr-defined]
+                else:
+                    apart[name] = Encoded(kind, encode(value))
+                continue
+            item: list[bytes | memoryview] = [text_item(name)]
+            write_item(value, item, 1)
+            if sum(map(len, item)) < LARGE:
+                parts += item
+            else:
+                apart[name] = Encoded(kind, encode(value))
+        except StoreError as error:
+            raise field_error(key, name, error) from None
+    whole = b"".join((_DICT, _U64.pack(len(types) - len(apart)), *parts))
+    return Packed(types, whole + zlib.crc32(whole).to_bytes(4, "little"), apart)
+
+
+def unpack_row(key: Key, data: object) -> Mapping[str, object]:
+    """The fields of a pack, each in memory of its own; an error names the row."""
+    try:
+        whole = checked(data)
+        found = _vectors(whole)
+        if found is None:
+            found = decode(whole)
+    except StoreError as error:
+        raise StoreError(f"{key}: its fields: a value {error}") from None
+    if not isinstance(found, dict):
+        raise StoreError(f"{key}: its fields are a {type(found).__name__}; the file was altered")
+    return found
+
+
+@lru_cache(maxsize=256)
+def _vector_head(name: str, dtype: torch.dtype) -> bytes:
+    """All that stands before the count of a vector's values; a run's rows have the same few."""
+    return text_item(name) + PLAIN_VECTORS[dtype]
+
+
+_DTYPES = {head: (dtype, dtype.itemsize) for dtype, head in PLAIN_VECTORS.items()}
+
+
+def _vectors(data: bytes) -> dict[str, Tensor] | None:
+    """The fields of a pack of plain vectors; None for whatever else the bytes may be."""
+    try:
+        if data[:2] != _DICT:
+            return None
+        (count,), at, end = _U64.unpack_from(data, 2), 10, len(data) - 4
+        found: dict[str, Tensor] = {}
+        for _ in range(count):
+            if data[at] != _TEXT:
+                return None
+            (size,) = _U64.unpack_from(data, at + 1)
+            start = at + _TEXT_HEAD + size
+            name = data[at + _TEXT_HEAD : start].decode()
+            at = start + 3 + data[start + 1]  # the tag, the dtype's length and name, one dim
+            dtype, itemsize = _DTYPES[data[start:at]]
+            (length,) = _U64.unpack_from(data, at)
+            start, at = at + 8, at + 8 + length * itemsize
+            if not length or at > end:
+                return None
+            found[name] = torch.frombuffer(bytearray(data[start:at]), dtype=dtype)
+    except (IndexError, KeyError, UnicodeDecodeError, struct.error):
+        return None
+    return found if at == end and len(found) == count else None

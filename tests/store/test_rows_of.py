@@ -1,13 +1,26 @@
 """Rows of a store's sessions for the planner, and when they are deleted."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
 
+from raggedright.store.listing import entries_of, listing_of
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import StoreError
 from raggedright.store.rows import prune, rows_of
 from store.values import key, tokens
+
+
+def test_a_listing_comes_back_from_its_columns() -> None:
+    store = MemoryStore()
+    store.put(key("ü", 1), [replace(tokens(3), tags={"role": "ö", "reward": None, "x": 0.1}), tokens(1, more=None)])
+    store.put(key("a", 0), state="failed", cause="timed out")
+    store.put(key("a", 1), [], score=0.25)
+    store.put(key("b", 0), state="running")
+    entries = [*store.list()]
+    assert entries_of(pickle.loads(pickle.dumps(listing_of(entries)))) == entries
+    assert entries_of(listing_of([])) == []
 
 
 def test_rows_are_those_of_finished_sessions_in_the_order_of_keys() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from raggedright.store.protocol import NewRow, NewSession, SessionKey, Store
 
 CANCELLED = "cancelled"
-MOMENT = 0.1  # seconds that a session which has ended may wait for others
+MOMENT = 0.5  # seconds that a session which has ended may wait for others
 
 OnDone = Callable[[SessionKey, str], None]
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from raggedright.store.encoding import decode_field, encode_fields, type_name
+from raggedright.store.listing import About
 from raggedright.store.protocol import Fields, Key, NewRow, StoreError
-from raggedright.store.ray_round import About, Column, Layout
+from raggedright.store.ray_round import Column, Layout
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -4,8 +4,7 @@ A column of TransferQueue has one field and kind for the whole round, and a row 
 second dtype or rank, and a repeated update, go to columns of their own. Rows that are alike share one layout object,
 so that rows cost little and are grouped by identity.
 
-The surprise: what a listing says of rows is kept and sent in columns, with tags as JSON text, so that a pickle has a
-few long lists and not a tuple a row.
+The surprise: what a listing says of rows is kept in columns, as it is sent (`listing.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from raggedright.store.checks import check_types
+from raggedright.store.listing import About, Listing
 from raggedright.store.protocol import Key, SessionKey, State
 
 
@@ -26,25 +26,6 @@ class Column(NamedTuple):
 
 
 Layout = dict[str, Column]  # of a row's fields; shared by all rows that are alike
-
-
-class About(NamedTuple):
-    """What a listing says of some rows, in columns; tags as JSON objects with commas between them."""
-
-    prompt_tokens: list[int]
-    response_tokens: list[int]
-    loss_tokens: list[int]
-    is_padding: list[bool]
-    tags: str
-
-
-class Listing(NamedTuple):
-    """Sessions with their numbers of rows; the rows of all; each row's layout by number; the layouts' field names."""
-
-    sessions: list[tuple[tuple, State, str, float | None, int]]
-    about: About
-    layouts: list[int]
-    field_names: list[list[str]]
 
 
 @dataclass(slots=True)

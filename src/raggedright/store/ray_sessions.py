@@ -26,8 +26,9 @@ from raggedright.store.checks import (
     round_deleted,
     row_missing,
 )
+from raggedright.store.listing import About, Listing
 from raggedright.store.protocol import Key, SessionKey, State, StoreError
-from raggedright.store.ray_round import About, Column, Layout, Listing, Round, Row, Session, listing
+from raggedright.store.ray_round import Column, Layout, Round, Row, Session, listing
 
 
 @dataclass(slots=True)

@@ -16,22 +16,19 @@ The surprise: nothing is on disk. The store ends with the process that started i
 others only let go. A dead storage unit, controller or sessions' actor is a StoreError in seconds and takes what it had.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from itertools import islice
 from typing import Any, Self, TypeVar
 
 from raggedright.store.checks import check_put
-from raggedright.store.collecting import no_collecting
+from raggedright.store.listing import entries_of
 from raggedright.store.protocol import (
     Fields,
     Key,
     NewRow,
     NewSession,
-    RowEntry,
     SessionEntry,
     SessionKey,
     State,
@@ -49,7 +46,7 @@ from raggedright.store.ray_columns import (
     to_cells,
     unpack,
 )
-from raggedright.store.ray_round import Column, Layout, Listing
+from raggedright.store.ray_round import Column, Layout
 from raggedright.store.ray_start import connect, disconnect
 
 __all__ = ["TransferQueueStore"]
@@ -117,8 +114,7 @@ class TransferQueueStore:
         state: State | None = None,
     ) -> Sequence[SessionEntry]:
         """Sessions that match, in the order of their keys."""
-        with no_collecting():
-            return _entries(self._ask("listing", round, prompt, session, state))
+        return entries_of(self._ask("listing", round, prompt, session, state))
 
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
@@ -159,7 +155,7 @@ class TransferQueueStore:
     def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
         """The last attempt of each of these (prompt, session) pairs, once all are finished or failed."""
         wanted = sorted({(prompt, session) for prompt, session in sessions})
-        return _entries(self._ask("wait", round, wanted, timeout, within=timeout + self._timeout))
+        return entries_of(self._ask("wait", round, wanted, timeout, within=timeout + self._timeout))
 
     def close(self) -> None:
         """Let go of the store; what was put stays, unless this one started it."""
@@ -245,17 +241,3 @@ def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 def _several(keys: Sequence[Key]) -> str:
     return str(keys[0]) if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more rows"
-
-
-def _entries(listing: Listing) -> list[SessionEntry]:
-    sessions, said, layouts, names = listing
-    field_names, new = [frozenset(each) for each in names], tuple.__new__  # skips RowEntry()'s argument handling
-    keys = [new(Key, (*key, i)) for key, _, _, _, num_rows in sessions for i in range(num_rows)]
-    tags = json.loads(f"[{said.tags}]")
-    counts = said.prompt_tokens, said.response_tokens, said.loss_tokens, said.is_padding
-    columns = zip(keys, *counts, tags, [field_names[layout] for layout in layouts], strict=True)
-    rows = iter([new(RowEntry, row) for row in columns])
-    return [
-        SessionEntry(key=SessionKey(*key), state=state, cause=cause, score=score, rows=tuple(islice(rows, num_rows)))
-        for key, state, cause, score, num_rows in sessions
-    ]

@@ -11,6 +11,7 @@ import numpy as np
 
 from raggedright.advantages import Scores
 from raggedright.rows import Rows
+from raggedright.store.listing import entries_of, listing_of
 from raggedright.store.protocol import Key, RowEntry, SessionEntry, Store
 from raggedright.store.rows import rows_of
 from raggedright.train.world import World
@@ -71,7 +72,11 @@ def mean_reports(sessions: Sequence[Mapping[str, float]], *, prefix: str = "sess
 
 def seal_round(store: Store, world: World, *, round: int, sessions: Sequence[tuple[str, int]]) -> SealedRound:
     """Read the round on the first rank; the same on every rank. All ranks have put their sessions before."""
-    entries = store.wait(round, sessions, timeout=SEAL_TIMEOUT) if world.is_first else None
-    ended = sorted(world.from_first(entries), key=lambda entry: entry.key)
+    ended: Sequence[SessionEntry] = ()
+    if world.is_first:
+        ended = sorted(store.wait(round, sessions, timeout=SEAL_TIMEOUT), key=lambda entry: entry.key)
+    if world.dp_size > 1:
+        listing = world.from_first(listing_of(ended) if world.is_first else None)
+        ended = ended or entries_of(listing)
     rows = [row for entry in ended if entry.state == "finished" for row in entry.rows]
     return SealedRound(round, ended, rows, rows_of(ended))

@@ -129,6 +129,12 @@ class Run:
             write.given_up = True
         return self._to_clear()
 
+    def give_up_writes(self) -> list[int]:
+        """Give up all writes; what their writers sent may still arrive. Rounds to clear."""
+        for write in self._alive():
+            write.given_up = True
+        return self._to_clear()
+
     def locate(
         self, keys: Sequence[tuple], fields: Sequence[str]
     ) -> tuple[list[int], list[int], list[tuple[Column, ...]]]:

@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class TransferQueueStore:
-    """A run's store; attaches to the TransferQueue at a Ray address, or starts one and owns it."""
+    """A run's store; attaches to the TransferQueue at a Ray address, or starts one and owns it unless it may not."""
 
     def __init__(
         self,
@@ -59,14 +59,28 @@ class TransferQueueStore:
         storage_units: int = 2,
         timeout: float = 60.0,
         start_timeout: float = 180.0,
+        attach: bool = False,
     ) -> None:
-        self._link, self._owns = connect(address, storage_units, start_timeout)
+        self._link, self._owns = connect(address, storage_units, start_timeout, attach=attach)
         self._run, self._timeout, self._closed = run, timeout, False
 
     @property
     def address(self) -> str:
         """Where other processes find it."""
         return self._link.address
+
+    @property
+    def owns_queue(self) -> bool:
+        """Whether this one started TransferQueue, which ends with it."""
+        return self._owns
+
+    def dead(self) -> list[str]:
+        """Those of its actors that are dead: with one of them a part of the rows is lost, or all."""
+        return self._link.dead()
+
+    def give_up_writes(self) -> None:
+        """Give up the writes of this run that are under way, once their writers are known to be dead."""
+        self._clear(self._ask("give_up_writes"))
 
     def put(
         self,

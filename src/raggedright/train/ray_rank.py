@@ -1,0 +1,31 @@
+"""One rank of a run on Ray: Ray Train calls this in each of its workers, and forms the process group before."""
+
+import os
+from pathlib import Path
+
+import ray
+import ray.train
+import ray.train.torch
+
+from raggedright.errors import ConfigError
+from raggedright.train.rank import CONFIG_FILE, run_rank
+from raggedright.train.world import TrainError
+
+
+def run_on_ray(given: dict[str, str]) -> None:
+    """Train as this worker's rank, in the driver's working folder where this machine has it."""
+    context, folder = ray.train.get_context(), Path(given["folder"])
+    if os.path.isdir(given["working_folder"]):
+        os.chdir(given["working_folder"])
+    if not (folder / CONFIG_FILE).is_file():
+        raise TrainError(
+            f"there is no {folder / CONFIG_FILE} on the machine {ray.util.get_node_ip_address()}; out must be a folder "
+            "on storage that all machines share"
+        )
+    if given["store"] == "sqlite" and context.get_local_world_size() < context.get_world_size():
+        raise ConfigError(
+            f"store.backend is sqlite and only {context.get_local_world_size()} of {context.get_world_size()} ranks "
+            "are on one node; set store.backend to transfer_queue, or parallel.placement to pack"
+        )
+    device = ray.train.torch.get_device()
+    run_rank(folder, device if device.type == "cuda" else None)

@@ -9,6 +9,7 @@ The surprise: Ray Train's `fit` runs in a thread of its own, so that Ctrl-C is o
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,7 +94,12 @@ def _trainer(config: Config) -> TorchTrainer:
     parallel = config.parallel
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(parallel.start_timeout)
     resources = {"CPU": parallel.cpus_per_rank} | ({"GPU": parallel.gpus_per_rank} if parallel.gpus_per_rank else {})
-    given = {"folder": str(config.out), "working_folder": os.getcwd(), "store": config.store_backend}
+    given = {
+        "folder": str(config.out),
+        "working_folder": os.getcwd(),
+        "path": os.pathsep.join(sys.path),
+        "store": config.store_backend,
+    }
     return TorchTrainer(
         run_on_ray,
         train_loop_config=given,

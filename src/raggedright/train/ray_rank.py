@@ -1,6 +1,7 @@
 """One rank of a run on Ray: Ray Train calls this in each of its workers, and forms the process group before."""
 
 import os
+import sys
 from pathlib import Path
 
 import ray
@@ -13,10 +14,11 @@ from raggedright.train.world import TrainError
 
 
 def run_on_ray(given: dict[str, str]) -> None:
-    """Train as this worker's rank, in the driver's working folder where this machine has it."""
+    """Train as this worker's rank, in the driver's working folder and with its modules where this machine has them."""
     context, folder = ray.train.get_context(), Path(given["folder"])
     if os.path.isdir(given["working_folder"]):
         os.chdir(given["working_folder"])
+    sys.path += [path for path in given["path"].split(os.pathsep) if path not in sys.path and os.path.isdir(path)]
     if not (folder / CONFIG_FILE).is_file():
         raise TrainError(
             f"there is no {folder / CONFIG_FILE} on the machine {ray.util.get_node_ip_address()}; out must be a folder "

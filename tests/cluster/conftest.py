@@ -19,6 +19,7 @@ NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "inc
 @pytest.fixture(scope="session")
 def cluster() -> Iterator["Cluster"]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray binds to loopback then
+    os.environ.update({"RAY_worker_niceness": "0"})  # of 15, which is to wait for all other tests
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # an actor less to start
     from ray.cluster_utils import Cluster
 

@@ -1,9 +1,11 @@
 """Runs on a real Ray cluster of several nodes on this machine, and what is done to them while they run."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -66,14 +68,14 @@ def on_ray(address: str, *, max_restarts: int = 2) -> Changes:
 def launch_and(config: Config, do: Callable[[], None], *, then: Callable[[], None] = lambda: None) -> float:
     """Train; when the held round waits for the held sessions alone, do one thing, let it go, and do the other.
 
-    Seconds from then on.
+    Seconds from there to where the run goes on.
     """
     times, errors = [], []
 
     def meddle() -> None:
         try:
             wait_held(config)
-            times.append(time.monotonic())
+            times.append(time.time())
             do()
             (config.out / "go").touch()
             then()
@@ -87,11 +89,11 @@ def launch_and(config: Config, do: Callable[[], None], *, then: Callable[[], Non
     try:
         launch(config)
     finally:
-        ended = time.monotonic()
         (config.out / "go").touch()
         thread.join(60)
         assert not errors, errors
-    return ended - times[0]
+    starts = [json.loads(line) for line in (config.out / "events.jsonl").read_text().splitlines() if '"start"' in line]
+    return datetime.fromisoformat(starts[-1]["time"]).timestamp() - times[0]
 
 
 def wait_held(config: Config, timeout: float = 300.0) -> None:

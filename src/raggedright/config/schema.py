@@ -141,6 +141,9 @@ class Config(BaseSettings):
                 )
         elif parallel.device == "cuda" and not parallel.gpus_per_rank:
             wrong.append("parallel.device is cuda and Ray gives a rank no GPU; set parallel.gpus_per_rank to 1")
+        elif parallel.device == "cpu" and parallel.gpus_per_rank:
+            gpus = f"parallel.gpus_per_rank {parallel.gpus_per_rank:g}"
+            wrong.append(f"parallel.device is cpu and {gpus}; set the first to auto, or the second to 0")
         return wrong
 
     def warnings(self) -> list[str]:

@@ -228,7 +228,7 @@ class Parallel(Section):
     max_restarts: Whole = 0
     """How often to start all ranks again, from the last checkpoint, when one of them has died."""
     threads: Count | None = None
-    """CPU threads of a rank; the cores over the ranks if not given."""
+    """CPU threads of a rank; if not given the cores over the ranks, with ray the rank's CPUs."""
 
 
 class Evaluation(Section):

@@ -58,6 +58,7 @@ def _join(ray: Any, address: str) -> None:
 
 
 def _start(ray: Any, num_cpus: int) -> None:
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of 15: its workers would wait for all else on this machine
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, num_cpus),

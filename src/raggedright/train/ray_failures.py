@@ -3,6 +3,7 @@
 When a rank dies, the others fail too, since they wait for it; what they say is left out where there is a better cause.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def rank_words(failures: Mapping[int, BaseException]) -> str:
     if isinstance(error, RaggedRightError):
         return f"rank {rank}: {error}"
     if isinstance(error, WorkerHealthCheckFailedError):
-        return f"rank {rank} died: {_line(error.health_check_failure)}"
+        return f"rank {rank} died: {_death(error.health_check_failure)}"
     return f"rank {rank}: {_line(error)}; its output is in Ray's logs on its machine"
 
 
@@ -59,6 +60,15 @@ def _rank_of(error: BaseException) -> int:
     if isinstance(error, RaggedRightError):
         return 0
     return 1 if isinstance(error, WorkerHealthCheckFailedError | RayActorError) else 2
+
+
+def _death(error: BaseException) -> str:
+    """What Ray knows of a process's death, without its advice."""
+    words = " ".join(str(error).split())
+    node, cause = re.search(r"\bip: (\S+)", words), re.search(r"because (its [^.]*)", words)
+    if not cause:
+        return _line(error)
+    return cause[1] + (f", on {node[1]}" if node else "")
 
 
 def _line(error: BaseException) -> str:

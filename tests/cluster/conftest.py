@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator["Cluster"]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray binds to loopback then
     os.environ.update({"RAY_worker_niceness": "0"})  # of 15, which is to wait for all other tests
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # an actor less to start
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 3})
+    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 4})
     add_node(made)
     yield made
     made.shutdown()

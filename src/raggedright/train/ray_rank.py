@@ -24,10 +24,15 @@ def run_on_ray(given: dict[str, str]) -> None:
             f"there is no {folder / CONFIG_FILE} on the machine {ray.util.get_node_ip_address()}; out must be a folder "
             "on storage that all machines share"
         )
-    if given["store"] == "sqlite" and context.get_local_world_size() < context.get_world_size():
-        raise ConfigError(
-            f"store.backend is sqlite and only {context.get_local_world_size()} of {context.get_world_size()} ranks "
-            "are on one node; set store.backend to transfer_queue, or parallel.placement to pack"
-        )
+    check_shared(given["store"], on_this_machine=context.get_local_world_size(), in_all=context.get_world_size())
     device = ray.train.torch.get_device()
     run_rank(folder, device if device.type == "cuda" else None)
+
+
+def check_shared(store: str, *, on_this_machine: int, in_all: int) -> None:
+    """Refuse SQLite's file where not all ranks are on one machine: its log does not work over a network."""
+    if store == "sqlite" and on_this_machine < in_all:
+        raise ConfigError(
+            f"store.backend is sqlite and only {on_this_machine} of {in_all} ranks are on this machine; set "
+            "store.backend to transfer_queue, or parallel.placement to pack"
+        )

@@ -54,7 +54,7 @@ def test_ctrl_c_on_ray_ends_the_run_cleanly_and_the_local_launcher_goes_on_with_
     assert "report: " in out
     assert "Traceback" not in err
     (config.out / "go").touch()
-    out, err = end(start(config.out))
+    out, err = end(start(config.out, "--launcher", "local"))
     assert "changed since the run began: parallel.launcher 'ray' -> 'local'" in out
     assert "found the checkpoint of round 1" in out
     assert "finished after 3 rounds" in out, err

@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train config-page picture clean
+.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster config-page picture clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -58,6 +58,9 @@ bench-rollout: .venv/installed ## the local rollout engine beside transformers' 
 
 bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_train.py $(ARGS)
+
+bench-cluster: .venv/installed ## Ray and TransferQueue beside the local launcher, and rows through the store as they grow (ARGS=--quick)
+	$(BIN)/python benchmarks/bench_cluster.py $(ARGS)
 
 picture: .venv/installed ## the picture in the README, docs/plan.svg
 	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \

@@ -32,7 +32,7 @@ goes on with the run that its folder holds, from the last checkpoint.
 """
 CONFIG_FILE, EVENTS_FILE, LOCK_FILE = "config.toml", "events.jsonl", "lock"
 RUN_FILES = (CONFIG_FILE, EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "report.html", "stop")
-RUN_FOLDERS = ("tensorboard", "logs", "model", "model.new", "checkpoints")
+RUN_FOLDERS = ("tensorboard", "logs", "model", "model.new", "checkpoints", "ray")
 
 
 def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[str]) -> None:
@@ -44,7 +44,9 @@ def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[st
         description="Train, round by round, and write a report.",
         epilog=EXAMPLES,
     )
-    parser.usage = "raggedright train CONFIG [--dry-run] [--fresh] [--max-restarts K] [--KEY VALUE ...]"
+    parser.usage = (
+        "raggedright train CONFIG [--dry-run] [--fresh] [--max-restarts K] [--launcher ray] [--KEY VALUE ...]"
+    )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     parser.add_argument("--dry-run", action="store_true", help="print the config and a made-up round's plan, and stop")
     parser.add_argument("--fresh", action="store_true", help="remove the run that is in the run folder, and start anew")
@@ -54,6 +56,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[st
         metavar="K",
         help="start all ranks again so often when one dies",
     )
+    parser.add_argument("--launcher", choices=("local", "ray"), help="on this machine alone, or on Ray")
     source = None
     if "train" in argv:
         from pydantic_settings import CliSettingsSource
@@ -79,8 +82,9 @@ def run(args: argparse.Namespace, source: object) -> None:
 
     assert isinstance(source, CliSettingsSource)
     overrides = _with_unknown(source(parsed_args=args)(), args.unknown)
-    if args.max_restarts is not None:
-        overrides["parallel"] = {**cast(dict, overrides.get("parallel", {})), "max_restarts": args.max_restarts}
+    short = {"max_restarts": args.max_restarts, "launcher": args.launcher}
+    if given := {key: value for key, value in short.items() if value is not None}:
+        overrides["parallel"] = {**cast(dict, overrides.get("parallel", {})), **given}
     config = load_config(args.config, overrides)
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)

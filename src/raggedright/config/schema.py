@@ -110,7 +110,7 @@ class Config(BaseSettings):
         return wrong
 
     def _other_faults(self) -> list[str]:
-        wrong = []
+        wrong = self._launcher_faults()
         if self.store.backend == "memory" and self.parallel.dp > 1:
             wrong.append(
                 f"store.backend is memory and parallel.dp {self.parallel.dp}: processes cannot share it; use sqlite"
@@ -130,6 +130,22 @@ class Config(BaseSettings):
             )
         return wrong
 
+    def _launcher_faults(self) -> list[str]:
+        parallel, wrong = self.parallel, []
+        if parallel.launcher == "local":
+            if self.store.backend == "transfer_queue":
+                wrong.append("store.backend is transfer_queue and parallel.launcher local; set the launcher to ray")
+            if parallel.address is not None:
+                wrong.append(
+                    f"parallel.address is {parallel.address} and parallel.launcher local; set the launcher to ray"
+                )
+        elif parallel.device == "cuda" and not parallel.gpus_per_rank:
+            wrong.append("parallel.device is cuda and Ray gives a rank no GPU; set parallel.gpus_per_rank to 1")
+        elif parallel.device == "cpu" and parallel.gpus_per_rank:
+            gpus = f"parallel.gpus_per_rank {parallel.gpus_per_rank:g}"
+            wrong.append(f"parallel.device is cpu and {gpus}; set the first to auto, or the second to 0")
+        return wrong
+
     def warnings(self) -> list[str]:
         """What is allowed and may still not be what was meant."""
         rollout, found = self.rollout, []
@@ -144,6 +160,13 @@ class Config(BaseSettings):
                 "prompts are spread evenly over the steps, fewer in each than mini_batch_size"
             )
         return found
+
+    @property
+    def store_backend(self) -> str:
+        """Where rows are kept: what the config names, or what its launcher asks for."""
+        if self.store.backend != "auto":
+            return self.store.backend
+        return "transfer_queue" if self.parallel.launcher == "ray" else "sqlite"
 
     @property
     def has_critic(self) -> bool:

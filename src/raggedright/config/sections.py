@@ -209,6 +209,18 @@ class Parallel(Section):
 
     dp: Count = 1
     """Data-parallel ranks, one process each."""
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts the ranks: this machine alone, or Ray Train on a cluster."""
+    address: str | None = None
+    """With ray: the cluster's (host:port, or auto); without one RAY_ADDRESS, or a Ray started here for the run."""
+    cpus_per_rank: Positive = 1.0
+    """With ray: CPUs that a rank takes, as Ray counts them."""
+    gpus_per_rank: NotNegative = 0.0
+    """With ray: GPUs that a rank takes; 1 where there are any."""
+    placement: Literal["pack", "spread"] = "pack"
+    """With ray: ranks on as few nodes as hold them, or on as many as there are."""
+    start_timeout: Positive = 300.0
+    """With ray: seconds to wait until the cluster has room for all ranks, and for a store that starts."""
     shard: Literal["none", "fsdp2"] = "none"
     """Whole replicas, or weights sharded over the ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -216,7 +228,7 @@ class Parallel(Section):
     max_restarts: Whole = 0
     """How often to start all ranks again, from the last checkpoint, when one of them has died."""
     threads: Count | None = None
-    """CPU threads of a rank; the cores over the ranks if not given."""
+    """CPU threads of a rank; if not given the cores over the ranks, with ray the rank's CPUs."""
 
 
 class Evaluation(Section):
@@ -231,10 +243,14 @@ class Evaluation(Section):
 class StoreSection(Section):
     """Where the rows of a round are kept."""
 
-    backend: Literal["sqlite", "memory"] = "sqlite"
-    """sqlite: a file in the run folder; memory: with one rank only."""
+    backend: Literal["auto", "sqlite", "memory", "transfer_queue"] = "auto"
+    """sqlite: a file in the run folder; memory: one rank only; transfer_queue: with ray; auto: as the launcher asks."""
     keep_rounds: Whole = 1
-    """Rounds whose rows stay in the file for inspection."""
+    """Rounds whose rows stay in the store for inspection."""
+    storage_units: Count = 2
+    """With transfer_queue: its processes that hold rows, spread over the nodes; each takes a CPU as Ray counts them."""
+    timeout: Positive = 60.0
+    """With transfer_queue: seconds that one call may take; what is dead is found in a few, whatever this says."""
 
 
 class Checkpoint(Section):

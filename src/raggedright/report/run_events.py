@@ -67,6 +67,7 @@ class Round:
     skipped_steps: int | None
     session_outcomes: Mapping[str, int]
     row_outcomes: Mapping[str, int]
+    reused_sessions: int
     failed: tuple[Failure, ...]
     seconds: Mapping[str, float]
 
@@ -85,6 +86,7 @@ class Round:
             skipped_steps=fields.count("skipped_steps"),
             session_outcomes=ledger.named_counts("sessions"),
             row_outcomes=ledger.named_counts("rows"),
+            reused_sessions=ledger.count("reused_sessions") or 0,
             failed=tuple(Failure(f.text("prompt"), f.count("session") or 0, f.text("cause")) for f in failed),
             seconds=fields.named_numbers("seconds"),
         )

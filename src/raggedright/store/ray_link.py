@@ -8,7 +8,6 @@ globals.
 """
 
 import asyncio
-import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from threading import Thread
@@ -16,6 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from raggedright.store.protocol import StoreError
+from raggedright.store.ray_node import somebody_listens
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -91,6 +91,10 @@ class Link:
                 f"from the last checkpoint ({type(error).__name__})"
             ) from None
 
+    def dead(self) -> list[str]:
+        """Those of the store's actors that are dead; Ray is asked, not they."""
+        return sorted({SESSIONS, *self.actors} - named_actors())
+
     def is_alive(self) -> bool:
         """Whether the sessions' actor answers within a few seconds."""
         import ray
@@ -160,11 +164,9 @@ class Link:
         return dead
 
 
-def somebody_listens(address: str) -> bool:
-    """Whether host:port takes connections; Ray itself would try for a minute and then end the process."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=2 * SLOW).close()
-    except OSError:
-        return False
-    return True
+def named_actors() -> set[str]:
+    """The names of all actors that live, or will."""
+    import ray
+
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return {found["name"] for found in named}

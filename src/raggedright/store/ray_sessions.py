@@ -78,6 +78,19 @@ class Run:
             self.commit(self.count)
         return self.count, placed
 
+    def puts(
+        self, sessions: Sequence[tuple[SessionKey, State, str, float | None, About, Sequence[Layout]]], lease: float
+    ) -> list[tuple[int, list[Layout]]]:
+        """Begin several puts, in this order: all of them, or those that have rows not at all."""
+        begun: list[tuple[int, list[Layout]]] = []
+        try:
+            for session in sessions:
+                begun.append(self.put(*session, lease))
+        except StoreError:
+            self.abort([number for number, _ in begun], ended=True)
+            raise
+        return begun
+
     def update(self, values: Mapping[Key, Layout], lease: float) -> tuple[int, list[tuple[int, Layout, Layout]]]:
         """Begin an update. Its number; of each row the write that made it, the new columns, and all its columns."""
         rows = [self._row(key) for key in values]
@@ -102,6 +115,11 @@ class Run:
         self.writes[self.count] = write
         return self.count, answer
 
+    def commits(self, numbers: Sequence[int]) -> None:
+        """Make several writes visible."""
+        for number in numbers:
+            self.commit(number)
+
     def commit(self, number: int) -> None:
         """Make a write visible."""
         write = self.writes.get(number)
@@ -121,12 +139,18 @@ class Run:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def abort(self, number: int, ended: bool) -> list[int]:
-        """Give a write up; unless it has `ended` it may still arrive, and holds back its round. Rounds to clear."""
-        write = self.writes.get(number)
-        if write and ended:
-            del self.writes[number]
-        elif write:
+    def abort(self, numbers: Sequence[int], ended: bool) -> list[int]:
+        """Give writes up; unless they have `ended` they may still arrive, and hold back a round. Rounds to clear."""
+        for number in numbers:
+            if ended:
+                self.writes.pop(number, None)
+            elif number in self.writes:
+                self.writes[number].given_up = True
+        return self._to_clear()
+
+    def give_up_writes(self) -> list[int]:
+        """Give up all writes; what their writers sent may still arrive. Rounds to clear."""
+        for write in self._alive():
             write.given_up = True
         return self._to_clear()
 

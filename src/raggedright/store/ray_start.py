@@ -1,42 +1,42 @@
-"""Ray and TransferQueue, started or found: who starts them, who owns them, and where they listen.
+"""TransferQueue on Ray, started or found: who starts it, who owns it.
 
 Whoever makes the sessions' actor, of which a Ray cluster has one, starts TransferQueue and owns it; the others wait
 until it is there and attach. So of many that start at once one does it. Only the owner ends it: TransferQueue's own
 `close` kills the controller for everybody. It lasts as long as the owner's process; a store that is opened after that
-makes a new link, and a new TransferQueue where nobody else has.
+makes a new link, and a new TransferQueue where nobody else has. A store that only attaches, as a rank's does, starts
+nothing: it waits until all of TransferQueue's actors are there.
 
-Ray that is started here listens on 127.0.0.1 alone, and counts enough CPUs for TransferQueue's actors, which would
-otherwise be waited for without an end.
+Ray that is started here counts enough CPUs for these actors, which would otherwise be waited for without an end.
 
 The surprise: a TransferQueue that somebody else started, a trainer that has one of its own, is attached to and is
 never ended from here.
 """
 
 import os
-import re
-import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from raggedright.store.protocol import StoreError
-from raggedright.store.ray_link import CONTROLLER, SESSIONS, Link, somebody_listens
+from raggedright.store.ray_link import CONTROLLER, SESSIONS, STORAGE_UNIT, Link, named_actors
+from raggedright.store.ray_node import NAMESPACE, join_ray
 from raggedright.store.ray_sessions import Sessions
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-NAMESPACE = "raggedright"
-OBJECT_STORE_BYTES = 256 * 2**20  # of a Ray that is started for the store alone; tensors do not go through it
-
 _link: Link | None = None
 _lock = Lock()
 
 
-def connect(address: str | None, storage_units: int, timeout: float) -> tuple[Link, bool]:
-    """This process's link, made if there is none that lives, and whether this call started TransferQueue."""
+def connect(address: str | None, storage_units: int, timeout: float, *, attach: bool = False) -> tuple[Link, bool]:
+    """This process's link, made if there is none that lives, and whether this call started TransferQueue.
+
+    With `attach` it never does: it waits until somebody else has.
+    """
     global _link
     with _lock:
         if _link is not None and not _link.is_alive():
@@ -46,7 +46,7 @@ def connect(address: str | None, storage_units: int, timeout: float) -> tuple[Li
             if address not in (None, "auto", _link.address):
                 raise StoreError(f"this process is linked to Ray at {_link.address} and cannot be to {address} as well")
             return _link, False
-        _link = _connect(address, storage_units, timeout)
+        _link = _connect(address, storage_units, timeout, attach)
         return _link, _link.owner
 
 
@@ -59,27 +59,40 @@ def disconnect(link: Link) -> None:
     link.stop()
 
 
-def _connect(address: str | None, storage_units: int, timeout: float) -> Link:
+def _connect(address: str | None, storage_units: int, timeout: float, attach: bool) -> Link:
     os.environ.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))  # it warns on every call of more
-    address = address or os.environ.get("RAY_ADDRESS")
-    ray = _import_ray(on_loopback=address is None or address.startswith("127."))
-    started_ray = not ray.is_initialized() and address is None
-    if not ray.is_initialized():
-        _start_ray(ray, address, storage_units)
+    ray, started_ray = join_ray(address, storage_units + 1)
     try:
-        return _attach(ray, storage_units, timeout, started_ray)
+        if attach:
+            _wait_complete(storage_units, timeout)
+        return _attach(ray, storage_units, timeout, started_ray, may_make=not attach)
     except BaseException:
         if started_ray:
             ray.shutdown()
         raise
 
 
-def _attach(ray: Any, storage_units: int, timeout: float, started_ray: bool) -> Link:
+def _wait_complete(storage_units: int, timeout: float) -> None:
+    """Until Ray has every actor of a store by name; those that are dead have none."""
+    wanted = {SESSIONS, CONTROLLER, *(f"{STORAGE_UNIT}{i}" for i in range(storage_units))}
+    until = time.monotonic() + timeout
+    while lacking := wanted - named_actors():
+        if time.monotonic() >= until:
+            raise StoreError(
+                f"the store's actor {' and '.join(sorted(lacking))} was not there in {timeout:g} s; see whether Ray "
+                "has free CPUs for it, or raise start_timeout"
+            )
+        time.sleep(0.2)
+
+
+def _attach(ray: Any, storage_units: int, timeout: float, started_ray: bool, *, may_make: bool) -> Link:
     """Make the sessions' actor and then TransferQueue, or wait for whoever made the actor first."""
     try:
+        if not may_make:
+            raise ValueError
         named = ray.remote(num_cpus=0)(Sessions).options(name=SESSIONS, namespace=NAMESPACE)
         sessions, made = named.remote(), True
-    except ValueError:  # the name is taken
+    except ValueError:  # the name is taken, or not ours to take
         sessions, made = _wait_started(ray, timeout), False
     owner = made and _actor(CONTROLLER, "transfer_queue") is None
     try:
@@ -93,6 +106,8 @@ def _attach(ray: Any, storage_units: int, timeout: float, started_ray: bool) -> 
     except BaseException:
         if made:
             ray.kill(sessions)
+        if owner:
+            _end_queue(ray)
         raise
 
 
@@ -113,49 +128,6 @@ def _wait_started(ray: Any, timeout: float) -> Any:
     if _actor(CONTROLLER, "transfer_queue") is None:
         raise StoreError("TransferQueue's controller is dead; close the store that started it, and start a new one")
     return sessions
-
-
-def _import_ray(*, on_loopback: bool) -> Any:
-    """Ray binds to all interfaces unless it thinks that clusters are not supported here."""
-    if on_loopback:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    try:
-        if on_loopback and "ray" in sys.modules:
-            from ray._private import ray_constants
-
-            ray_constants.ENABLE_RAY_CLUSTER = False
-        import ray
-        import transfer_queue  # noqa: F401
-    except ImportError as error:
-        raise StoreError(f"store transfer_queue needs {error.name}; pip install 'raggedright[ray]'") from None
-    return ray
-
-
-def _start_ray(ray: Any, address: str | None, storage_units: int) -> None:
-    if address is not None:
-        if re.fullmatch(r"[^/]+:\d+", address) and not somebody_listens(address):
-            raise StoreError(f"nobody listens at {address}; give the address of a Ray that runs, or none to start one")
-        try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise StoreError(
-                f"Ray at {address} cannot be reached: {error}; see whether it runs, and if it was started with token "
-                "authentication (Ray's default) set RAY_AUTH_MODE=token for this process"
-            ) from None
-        return
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, storage_units + 1),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    bound = ray.util.get_node_ip_address()
-    if not bound.startswith("127."):
-        ray.shutdown()
-        raise StoreError(f"Ray bound to {bound}, not to 127.0.0.1; set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0")
 
 
 FREEING_SECONDS = 5.0  # Ray takes a moment to give back the CPUs of actors that were just ended
@@ -182,6 +154,17 @@ def _start_queue(storage_units: int) -> None:
         warnings.simplefilter("ignore")
         torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}))
+
+
+def _end_queue(ray: Any) -> None:
+    """End what there is of a TransferQueue that did not start, so that the next one finds its names free."""
+    import transfer_queue
+
+    transfer_queue.close()
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["name"] == CONTROLLER or found["name"].startswith(STORAGE_UNIT):
+            with suppress(ValueError):  # it ended meanwhile
+                ray.kill(ray.get_actor(found["name"], namespace=found["namespace"]))
 
 
 def _in_time(start: Callable[[], None], timeout: float) -> None:

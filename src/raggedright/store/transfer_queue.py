@@ -20,9 +20,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from itertools import islice
 from typing import Any, Self, TypeVar
 
-from raggedright.store.checks import check_put
+from raggedright.store.checks import check_can_become, check_put
 from raggedright.store.listing import entries_of
 from raggedright.store.protocol import (
     Fields,
@@ -56,7 +57,7 @@ _T = TypeVar("_T")
 
 
 class TransferQueueStore:
-    """A run's store; attaches to the TransferQueue at a Ray address, or starts one and owns it."""
+    """A run's store; attaches to the TransferQueue at a Ray address, or starts one and owns it unless it may not."""
 
     def __init__(
         self,
@@ -66,14 +67,28 @@ class TransferQueueStore:
         storage_units: int = 2,
         timeout: float = 60.0,
         start_timeout: float = 180.0,
+        attach: bool = False,
     ) -> None:
-        self._link, self._owns = connect(address, storage_units, start_timeout)
+        self._link, self._owns = connect(address, storage_units, start_timeout, attach=attach)
         self._run, self._timeout, self._closed = run, timeout, False
 
     @property
     def address(self) -> str:
         """Where other processes find it."""
         return self._link.address
+
+    @property
+    def owns_queue(self) -> bool:
+        """Whether this one started TransferQueue, which ends with it."""
+        return self._owns
+
+    def dead(self) -> list[str]:
+        """Those of its actors that are dead: with one of them a part of the rows is lost, or all."""
+        return self._link.dead()
+
+    def give_up_writes(self) -> None:
+        """Give up the writes of this run that are under way, once their writers are known to be dead."""
+        self._clear(self._ask("give_up_writes"))
 
     def put(
         self,
@@ -85,25 +100,17 @@ class TransferQueueStore:
         score: float | None = None,
     ) -> None:
         """Record a session: as running, as finished with all its rows, or as failed with a cause."""
-        check_put(NewSession(session, rows, state, cause, score))
-        session = SessionKey(*session)
-        keys = [Key(*session, i) for i in range(len(rows))]
-        cells = [to_cells(key, row.fields) for key, row in zip(keys, rows, strict=True)]
-        shared: dict[tuple, Layout] = {}
-        layouts = [kinds(shared, each) for each in cells]
-        said, row_tags = about(rows)
-        asked = self._send("put", session, state, cause, score, said, layouts, self._lease(len(rows), len(shared)))
-        packed = pack(cells) if len(shared) == 1 and len(rows) <= ROWS_A_CALL else None  # meanwhile
-        write, layouts = self._link.hear(asked, self._timeout)
-        if rows:
-            all_of = zip(rows, row_tags, columns_json(layouts), strict=True)
-            tags = [tag(row, own, len(rows), columns) for row, own, columns in all_of]
-            self._write(write, [(key, write) for key in keys], cells, layouts, tags, packed)
+        self.put_all([NewSession(session, rows, state, cause, score)])
 
     def put_all(self, sessions: Sequence[NewSession]) -> None:
-        """Record several sessions; here each is there at once."""
-        for key, rows, state, cause, score in sessions:
-            self.put(key, rows, state=state, cause=cause, score=score)
+        """Record several sessions, sent as one: all of them, or those that have rows not at all."""
+        states: dict[SessionKey, State] = {}
+        for new in sessions:
+            check_put(new)
+            check_can_become(new.key, states.get(new.key), new.state)
+            states[new.key] = new.state
+        if sessions:
+            self._put([new._replace(key=SessionKey(*new.key)) for new in sessions])
 
     def list(
         self,
@@ -146,7 +153,7 @@ class TransferQueueStore:
         write, placed = self._ask("update", new, self._lease(len(new), len(shared) * len({key.round for key in new})))
         rows = [(key, made_by) for key, (made_by, _, _) in zip(values, placed, strict=True)]
         tags = [{"columns": text} for text in columns_json([whole for _, _, whole in placed])]
-        self._write(write, rows, cells, [new for _, new, _ in placed], tags)
+        self._write([write], rows, cells, [new for _, new, _ in placed], tags)
 
     def delete(self, round: int) -> None:
         """Forget all sessions of a round and of those before it; they are out of sight even if clearing fails."""
@@ -177,13 +184,38 @@ class TransferQueueStore:
     def _ask(self, method: str, *args: object, within: float = 0.0) -> Any:
         return self._link.hear(self._send(method, *args), within or self._timeout)
 
+    def _put(self, sessions: Sequence[NewSession]) -> None:
+        """Begin all, send their rows, make all visible."""
+        rows = [row for each in sessions for row in each.rows]
+        keys = [Key(*each.key, i) for each in sessions for i in range(len(each.rows))]
+        cells = [to_cells(key, row.fields) for key, row in zip(keys, rows, strict=True)]
+        shared: dict[tuple, Layout] = {}
+        layouts, begun, row_tags = iter([kinds(shared, each) for each in cells]), [], []
+        for each in sessions:
+            said, tags = about(each.rows)
+            row_tags += tags
+            begun.append((each.key, each.state, each.cause, each.score, said, [*islice(layouts, len(each.rows))]))
+        num_rounds = len({each.key.round for each in sessions})
+        asked = self._send("puts", begun, self._lease(len(rows), len(shared) * num_rounds))
+        at_once = len(shared) == num_rounds == 1 and len(rows) <= ROWS_A_CALL
+        packed = pack(cells) if at_once else None  # meanwhile
+        answers: list[tuple[int, list[Layout]]] = self._link.hear(asked, self._timeout)
+        if rows:
+            placed = [layout for _, layouts in answers for layout in layouts]
+            counts = [len(each.rows) for each in sessions for _ in each.rows]
+            all_of = zip(rows, row_tags, counts, columns_json(placed), strict=True)
+            tags = [tag(row, own, num_rows, columns) for row, own, num_rows, columns in all_of]
+            made_by = [write for write, layouts in answers for _ in layouts]
+            writes = [write for write, layouts in answers if layouts]
+            self._write(writes, [*zip(keys, made_by, strict=True)], cells, placed, tags, packed)
+
     def _lease(self, num_rows: int, num_groups: int) -> float:
         """Longer than a write can take: its calls, and the two to the sessions' actor."""
         return self._timeout * (num_rows // ROWS_A_CALL + num_groups + 4)
 
     def _write(
         self,
-        write: int,
+        writes: Sequence[int],
         rows: Sequence[tuple[Key, int]],
         cells: Sequence[Mapping[str, Cell]],
         layouts: Sequence[Layout],
@@ -196,7 +228,7 @@ class TransferQueueStore:
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, ((key, _), layout) in enumerate(zip(rows, layouts, strict=True)):
             groups[key.round, id(layout)].append(i)
-        with self._giving_up(write, ended=False):  # what was cut short may still arrive
+        with self._giving_up(writes, ended=False):  # what was cut short may still arrive
             for (round, _), members in groups.items():
                 for part in _parts(members):
                     values = packed if packed is not None else pack([cells[i] for i in part])
@@ -205,16 +237,16 @@ class TransferQueueStore:
                     partition, new_tags = self._partition(round), [dict(tags[i]) for i in part]
                     call = transfer_queue.async_kv_batch_put(names, partition, fields, new_tags)
                     self._link.queue(_several([rows[i][0] for i in part]), call, self._timeout)
-        with self._giving_up(write, ended=True):
-            self._ask("commit", write)
+        with self._giving_up(writes, ended=True):
+            self._ask("commits", writes)
 
     @contextmanager
-    def _giving_up(self, write: int, *, ended: bool) -> Iterator[None]:
+    def _giving_up(self, writes: Sequence[int], *, ended: bool) -> Iterator[None]:
         try:
             yield
         except BaseException:
             with suppress(StoreError):
-                self._clear(self._ask("abort", write, ended))
+                self._clear(self._ask("abort", writes, ended))
             raise
 
     def _fetch(self, round: int, rows: Sequence[tuple[Key, int]], columns: Sequence[Column]) -> Any:

@@ -1,4 +1,4 @@
-"""Start the ranks of a run: one in this process, several by torch's elastic launcher on this machine.
+"""Start the ranks of a run: one in this process, several by torch's elastic launcher on this machine, or on Ray.
 
 A rank that fails ends the others; its number and its last words are the error. On Ctrl-C the ranks are asked to stop
 and the launcher waits for them; a second one ends all at once. Ranks talk over the loopback interface.
@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from raggedright.config.schema import Config
+from raggedright.errors import ConfigError
 from raggedright.train.rank import run_rank
 from raggedright.train.stop import STOP_FILE
 from raggedright.train.world import TrainError, num_threads
@@ -24,6 +25,15 @@ LOGS_FOLDER = "logs"
 
 def launch(config: Config) -> None:
     """Run all ranks of the run whose folder holds its config, to their end."""
+    if config.parallel.launcher == "ray":
+        try:
+            from raggedright.train.ray_launch import launch_on_ray
+        except ImportError as error:
+            raise ConfigError(
+                f"parallel.launcher is ray and needs {error.name}; pip install 'raggedright[ray]'"
+            ) from None
+        launch_on_ray(config)
+        return
     if config.parallel.dp == 1 and not config.parallel.max_restarts:
         run_rank(config.out)
         return
@@ -43,8 +53,8 @@ def launch(config: Config) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, config.parallel.dp), Std.ALL)),
     )
     os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    before = signal.signal(signal.SIGINT, lambda number, frame: _ask_to_stop(config.out))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    before = signal.signal(signal.SIGINT, lambda number, frame: ask_to_stop(config.out))
     try:
         elastic_launch(settings, sys.executable)("-m", "raggedright.train.rank", str(config.out))
     except ChildFailedError as error:
@@ -56,11 +66,12 @@ def launch(config: Config) -> None:
         (config.out / STOP_FILE).unlink(missing_ok=True)
 
 
-def _loopback() -> str:
+def loopback() -> str:
+    """The name of the interface that reaches this machine alone."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _ask_to_stop(folder: Path) -> None:
+def ask_to_stop(folder: Path) -> None:
     """The first Ctrl-C is passed on to the ranks, the second ends all."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     (folder / STOP_FILE).touch()

@@ -3,6 +3,7 @@
 import errno
 import gc
 import shutil
+from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -25,9 +26,9 @@ DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def train(config: Config, world: World) -> str:
     """Train from the first round to the last; how it ended: finished or interrupted."""
     setup = set_up(config, world)
-    last, num_found = resume(setup)
+    last, found = resume(setup)
     first = last + 1
-    recorder = Recorder(setup, first_round=first, num_found=num_found)
+    recorder = Recorder(setup, first_round=first, found=found)
     gc.collect()
     gc.freeze()  # what is there now stays; a full collection in mid-run would take as long as a round to walk it
     stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
@@ -55,8 +56,8 @@ def _disk_words(config: Config, error: OSError) -> str:
     return f"{config.out}: {error.strerror}; {good}; mend it, and run the same command again"
 
 
-def resume(setup: Setup) -> tuple[int, int]:
-    """Go back to the last checkpoint: its round, 0 without one, and how many sessions of the next one are finished.
+def resume(setup: Setup) -> tuple[int, dict[int, int]]:
+    """Go back to the last checkpoint: its round, 0 without one, and how many sessions of each later round are finished.
 
     The first rank looks, and no rank runs a session before it has said what it found.
     """
@@ -64,12 +65,13 @@ def resume(setup: Setup) -> tuple[int, int]:
     if setup.world.is_first:
         remove_unfinished(setup.config.out)
         round, folder = last_checkpoint(setup.config.out) or (0, Path())
-        found = round, folder, len(setup.store.list(round=round + 1, state="finished"))
-    round, folder, num_found = setup.world.from_first(found)
+        rounds = [session.key.round for session in setup.store.list(state="finished")]
+        found = round, folder, dict(Counter(number for number in rounds if number > round))
+    round, folder, sessions = setup.world.from_first(found)
     if round:
         load_checkpoint(setup, folder)
         setup.publish_weights(version=round)
-    return round, num_found
+    return round, sessions
 
 
 def _rounds(setup: Setup, recorder: Recorder, stop: Stop, first: int) -> str:

@@ -2,14 +2,30 @@
 
 from collections.abc import Mapping
 from time import monotonic
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from raggedright.train.round import RoundResult
-
 SECONDS_A_LINE = 5.0
+
+
+class Figures(NamedTuple):
+    """What is shown of a round."""
+
+    score: float
+    rows: int
+    padding_rows: int
+    failed: int
+    tokens_per_second: float
+
+    def __str__(self) -> str:
+        failed = f"  {self.failed} failed" if self.failed else ""
+        return (
+            f"score {self.score:.3f}  {self.rows:,} rows + {self.padding_rows} padding{failed}  "
+            f"{self.tokens_per_second:,.0f} tokens/s"
+        )
 
 
 class Progress:
@@ -34,18 +50,17 @@ class Progress:
             self._task = self._bar.add_task("", total=num_rounds, completed=done, words="first round")
             self._bar.start()
 
-    def round(self, round: int, result: RoundResult) -> None:
+    def round(self, round: int, figures: Figures) -> None:
         """A round that has trained."""
         self._rounds_here += 1
-        words = _words(result)
         if self._bar is not None:
-            self._bar.update(self._task, completed=round, words=words)
+            self._bar.update(self._task, completed=round, words=str(figures))
             return
         now = monotonic()
         if round in (1, self._num_rounds) or now - self._last_line >= SECONDS_A_LINE:
             self._last_line = now
             left = (now - self._began) / self._rounds_here * (self._num_rounds - round)
-            self.say(f"round {round}/{self._num_rounds}  {words}  {_time(left)} left")
+            self.say(f"round {round}/{self._num_rounds}  {figures}  {_time(left)} left")
 
     def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after a round."""
@@ -60,15 +75,6 @@ class Progress:
         """Leave the last state on the screen."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def _words(result: RoundResult) -> str:
-    metrics = result.metrics
-    failed = f"  {len(result.sealed.failed)} failed" if result.sealed.failed else ""
-    return (
-        f"score {metrics['critic/score/mean']:.3f}  {len(result.sealed.rows):,} rows + {result.plan.num_padding_rows} "
-        f"padding{failed}  {metrics['perf/tokens_per_second']:,.0f} tokens/s"
-    )
 
 
 def _time(seconds: float) -> str:

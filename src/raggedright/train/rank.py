@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,11 +19,11 @@ CONFIG_FILE = "config.toml"
 PR_SET_PDEATHSIG = 1
 
 
-def run_rank(folder: Path) -> str:
+def run_rank(folder: Path, cuda: torch.device | None = None) -> str:
     """Train as this process's rank of the run whose config is in the folder; how it ended."""
     disable_progress_bar()  # of transformers; the run's own is enough
-    config = load_config(folder / CONFIG_FILE)
-    world = join_world(config)
+    config = load_config(folder / CONFIG_FILE, {"out": folder})  # as this process sees it
+    world = join_world(config, cuda)
     gc.collect()
     gc.freeze()  # what the imports made lives as long as the process: not worth looking at again
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raggedright.config.schema import Config
 from raggedright.report.events import EventLog
-from raggedright.train.progress import Progress
+from raggedright.train.progress import Figures, Progress
 from raggedright.train.round import RoundResult
 from raggedright.train.samples import sample_sessions
 from raggedright.train.setup import Setup
@@ -25,8 +25,8 @@ COLUMNS = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens"
 class Recorder:
     """Writes a run down; on ranks other than the first it does nothing."""
 
-    def __init__(self, setup: Setup, *, first_round: int = 1, num_found: int = 0) -> None:
-        self.setup, self.config = setup, setup.config
+    def __init__(self, setup: Setup, *, first_round: int = 1, found: Mapping[int, int] | None = None) -> None:
+        self.setup, self.config, self.found = setup, setup.config, found or {}
         self.began = perf_counter()
         self.rounds_done = first_round - 1
         if not setup.world.is_first:
@@ -34,8 +34,9 @@ class Recorder:
         self.log = EventLog(self.config.out / EVENTS_FILE)
         self.board = _board(self.config.out, first_round) if self.config.logging.tensorboard else None
         self.progress = Progress(self.config.train.rounds, done=self.rounds_done)
-        if found := found_words(self.config, first_round, num_found):
-            self.progress.say(found)
+        num_found = self.found.get(first_round, 0)
+        if words := found_words(self.config, first_round, num_found):
+            self.progress.say(words)
         self.log.write(
             "start",
             time=_now(),
@@ -44,6 +45,7 @@ class Recorder:
             layout=self.config.layout(self.config.train.rounds),
             num_parameters=sum(p.numel() for p in setup.actor.model.parameters()),
             resumed_from=self.rounds_done,
+            sessions_found=num_found,
             world={"dp": setup.world.dp_size, "device": setup.world.device.type},
         )
 
@@ -52,7 +54,7 @@ class Recorder:
         self.rounds_done = round
         if not self.setup.world.is_first:
             return
-        self.log.write("round", round=round, **_summary(result))
+        self.log.write("round", round=round, **_summary(result, self.found.get(round, 0)))
         if self._is_sampled(round):
             rows = result.sealed.rows
             columns = {name: getattr(rows, name) for name in COLUMNS}
@@ -60,7 +62,7 @@ class Recorder:
             sessions = sample_sessions(self.setup, result, self.config.logging.sample_sessions)
             self.log.write("samples", round=round, sessions=sessions)
         self._scalars(result.metrics | {f"seconds/{part}": s for part, s in result.seconds.items()}, round)
-        self.progress.round(round, result)
+        self.progress.round(round, _figures(result))
 
     def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after a round."""
@@ -89,8 +91,19 @@ class Recorder:
         return round in (1, self.config.train.rounds) or round % every == 0
 
 
-def _summary(result: RoundResult) -> dict[str, object]:
-    """A round's line but for its number."""
+def _figures(result: RoundResult) -> Figures:
+    sealed, metrics = result.sealed, result.metrics
+    return Figures(
+        score=metrics["critic/score/mean"],
+        rows=len(sealed.rows),
+        padding_rows=result.plan.num_padding_rows,
+        failed=len(sealed.failed),
+        tokens_per_second=metrics["perf/tokens_per_second"],
+    )
+
+
+def _summary(result: RoundResult, num_reused: int) -> dict[str, object]:
+    """A round's line but for its number; sessions are re-used where the store had them when the run went on."""
     sealed, plan = result.sealed, result.plan
     steps = [step for role in plan.trained_roles for step in plan.steps(role)]
     failed = [{"prompt": p, "session": s, "cause": cause} for (p, s), cause in sealed.failed.items()]
@@ -101,7 +114,7 @@ def _summary(result: RoundResult) -> dict[str, object]:
         "sessions": len(sealed.sessions),
         "optimizer_steps": sum(not step.skipped for step in steps),
         "skipped_steps": sum(step.skipped for step in steps),
-        "ledger": result.ledger.to_dict(),
+        "ledger": {**result.ledger.to_dict(), "reused_sessions": num_reused},
         "failed": failed[:MOST_FAILED],
         "seconds": result.seconds,
     }

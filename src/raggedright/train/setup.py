@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -122,7 +121,7 @@ def set_up(config: Config, world: World) -> Setup:
             settings=rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens),
             vision=vision,
         ),
-        store=open_store(config.store.backend, config.out),
+        store=open_store(config, world),
         collator=collator,
     )
 
@@ -155,9 +154,17 @@ def rollout_settings(config: Config, stops: frozenset[int], context_tokens: int)
     )
 
 
-def open_store(backend: str, folder: Path) -> Store:
-    """The run's store."""
-    return MemoryStore() if backend == "memory" else SqliteStore(folder / ROWS_FILE)
+def open_store(config: Config, world: World) -> Store:
+    """The run's store; on TransferQueue a rank attaches to what the driver has started."""
+    match config.store_backend:
+        case "memory":
+            return MemoryStore()
+        case "transfer_queue":
+            from raggedright.train.ray_store import attach_store  # needs Ray
+
+            return attach_store(config, world)
+        case _:
+            return SqliteStore(config.out / ROWS_FILE)
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

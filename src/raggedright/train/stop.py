@@ -1,8 +1,8 @@
 """How a run is asked to end: Ctrl-C or SIGTERM, or a file named `stop` in the run folder.
 
-The file is how the launcher passes Ctrl-C on, since its ranks are not in the terminal's process group. The first
-request ends the run cleanly: sessions that run are cancelled, a round that trains is finished. A second signal ends the
-process at once.
+The file is how the launcher passes Ctrl-C on, since its ranks are not in the terminal's process group, and the one way
+on Ray, where a rank is not its process's main thread and gets no signals. The first request ends the run cleanly:
+sessions that run are cancelled, a round that trains is finished. A second signal ends the process at once.
 """
 
 import signal
@@ -22,7 +22,8 @@ class Stop:
         self.requested = False
         self._cancel, self._file = cancel, folder / STOP_FILE
         self._closed = threading.Event()
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         threading.Thread(target=self._watch, name="stop", daemon=True).start()
 
     def close(self) -> None:

@@ -82,27 +82,40 @@ class World:
             dist.destroy_process_group()
 
 
-def join_world(config: Config) -> World:
-    """This process as a rank, with the process group that its launcher's environment describes."""
+def join_world(config: Config, cuda: torch.device | None = None) -> World:
+    """This process as a rank, in the process group that is there or that its launcher's environment describes.
+
+    `cuda` is the device that a launcher chose; otherwise the rank's number on its machine says which.
+    """
     parallel = config.parallel
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     has_cuda = torch.cuda.is_available()
     if parallel.device == "cuda" and not has_cuda:
         raise ConfigError("parallel.device is cuda and torch sees no CUDA device; set it to cpu or auto")
-    device = torch.device("cuda", local_rank) if has_cuda and parallel.device != "cpu" else torch.device("cpu")
+    device = torch.device("cpu")
+    if has_cuda and parallel.device != "cpu":
+        device = cuda or torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(num_threads(config))
     if parallel.dp == 1:
         return World(0, 1, device)
-    timeout = timedelta(seconds=_longest_rollout(config) + PATIENCE)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        _form_group(config, "nccl" if device.type == "cuda" else "gloo")
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _form_group(config: Config, backend: str) -> None:
+    timeout = group_timeout(config)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store still has the last one's addresses
     named = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=timeout)
-    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def group_timeout(config: Config) -> timedelta:
+    """How long ranks wait for each other."""
+    return timedelta(seconds=_longest_rollout(config) + PATIENCE)
 
 
 def num_threads(config: Config) -> int:

@@ -1,0 +1,62 @@
+"""`raggedright train --launcher ray` as a user runs it: a Ray on this machine for the run, and Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.runs import HELD_ROUND, ROUNDS, make_run
+from parallel.whole_runs import distance, weights_of
+from raggedright.report.events import read_events
+
+TESTS = str(Path(__file__).parents[1])
+pytestmark = pytest.mark.xdist_group("launch")
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "raggedright", "train", str(folder / "config.toml"), *options]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": TESTS, "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str], timeout: float = 240) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_ray_ends_the_run_cleanly_and_the_local_launcher_goes_on_with_it(alone: Path, tmp_path: Path):
+    """With SQLite, since all ranks are on one node: so the sessions in the store are there for the other launcher."""
+    config = make_run(tmp_path / "run", {"parallel": {"dp": 2}, "store": {"backend": "sqlite", "keep_rounds": ROUNDS}})
+    process = start(config.out, "--launcher", "ray")
+    deadline = time.monotonic() + 240
+    while not (config.out / "checkpoints" / f"round-{HELD_ROUND - 1:06}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(2)  # into the held round
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = end(process)
+    assert process.returncode == 130, err
+    assert "round 1/3" in out
+    assert "interrupted after 1 rounds" in out
+    assert "report: " in out
+    assert "Traceback" not in err
+    (config.out / "go").touch()
+    out, err = end(start(config.out, "--launcher", "local"))
+    assert "changed since the run began: parallel.launcher 'ray' -> 'local'" in out
+    assert "found the checkpoint of round 1" in out
+    assert "finished after 3 rounds" in out, err
+    assert [each.round for each in read_events(config.out / "events.jsonl").rounds] == [1, 2, 3]
+    assert distance(weights_of(config.out), weights_of(alone)) < 1e-9

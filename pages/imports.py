@@ -35,20 +35,22 @@ def _dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports() -> dict[str, set[str]]:
-    """What each module imports of the package, anywhere in it and for types, too."""
+def imports(*, for_types: bool = True) -> dict[str, set[str]]:
+    """What each module imports of the package, anywhere in it; on wish without what only type checkers read."""
     known = {*modules(), *FACADES}
-    return {name: set(_imported(ast.parse(path.read_text()), known)) for name, path in modules().items()}
+    trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+    return {name: set(_imported(tree, known, for_types)) for name, tree in trees.items()}
 
 
-def _imported(tree: ast.AST, known: set[str]) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in known:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
+def _imported(node: ast.AST, known: set[str], for_types: bool) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom) and node.module in known:
+        inner = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name if name in known else node.module for name in inner)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in known)
+    elif for_types or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        for child in ast.iter_child_nodes(node):
+            yield from _imported(child, known, for_types)
 
 
 def stations() -> dict[str, set[str]]:

@@ -79,11 +79,11 @@ def made_up_rows(num_rows: int, seed: int = 0) -> Rows:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of one call, garbage collected before."""
+    """CPU seconds of one call, which do not depend on what else the machine does; garbage is collected before."""
     gc.collect()
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def plan_cost(rows: Rows, dp_size: int) -> PlanCost:
@@ -250,10 +250,10 @@ TEMPLATE = """\
 # Scale
 
 What a round costs as rows and ranks grow. `make scale-page` measures the constants and writes this page; made {date} on
-two shared cores. Plans of every size here were really made; bytes and seconds a row were measured on 64,000 rows and
-multiplied; links between ranks are assumed to carry {link} GB/s, since no machine here has them. Rows: 8 sessions a
-prompt, 1 to 3 rows a session, {tokens} tokens a row in the mean ({response} of them response), 16,384 a micro-batch, four
-optimizer steps a round.
+two shared cores. Plans of every size here were really made; bytes and CPU seconds a row were measured on 64,000 rows
+and multiplied; links between ranks are assumed to carry {link} GB/s, since no machine here has them. Rows: 8 sessions a
+prompt, 1 to 3 rows a session, {tokens} tokens a row in the mean ({response} of them response), 16,384 a micro-batch,
+four optimizer steps a round.
 
 ## Constants
 
@@ -267,7 +267,7 @@ optimizer steps a round.
 
 ## Every rank, every round
 
-At dp 4,096; with fewer ranks only the plan's time differs (below). Seconds of one core. `sum` is the token table's
+At dp 4,096; with fewer ranks only the plan's time differs (below). CPU seconds of one core. `sum` is the token table's
 all-reduce at the assumed speed.
 
 | rows | list, MB | held, GB | read, s | Rows, s | plan, s | digest, s | ledger, s | token table, GB | sum, s |
@@ -276,14 +276,14 @@ all-reduce at the assumed speed.
 
 ## The plan
 
-Seconds of `make_plan`, actor and forward pass.
+CPU seconds of `make_plan`, actor and forward pass.
 
 | rows | {dps} |
 | --- | {rule} |
 {plan_grid}
 
 Padding rows of a round, `align = "steps"` / `"lcm"`. A padding row has two tokens. Where dp is above the rows of a
-step, ranks are idle, whatever pads them.
+step, ranks are idle, whatever pads them. An lcm is small only where dp and the rows of a mini-batch share factors.
 
 | rows | {dps} |
 | --- | {rule} |

@@ -22,6 +22,7 @@ OTHERS = {
     "sqlite3": "tests/store/test_store_page.py",
     "torchrun": "tests/parallel/test_own_trainer.py",
     "touch": "a shell",
+    ".": "a shell",
     "pip": "a fresh environment",
     "git": "a fresh clone",
 }

@@ -20,6 +20,7 @@ class Progress:
         self._num_rounds = num_rounds
         self._began = self._last_line = monotonic()
         self._rounds_here = 0
+        self._told_of_failure = False
         self._bar: Bar | None = None
         if self._console.is_terminal:
             self._bar = Bar(
@@ -37,6 +38,12 @@ class Progress:
     def round(self, round: int, result: RoundResult) -> None:
         """A round that has trained."""
         self._rounds_here += 1
+        if result.sealed.failed and not self._told_of_failure:
+            self._told_of_failure = True
+            (prompt, session), cause = next(iter(result.sealed.failed.items()))
+            self.say(
+                f"round {round}: the first session that failed, {prompt}/{session}: {cause}; others are in the report"
+            )
         words = _words(result)
         if self._bar is not None:
             self._bar.update(self._task, completed=round, words=words)

@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster config-page picture clean
+.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster pages scale-page clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -50,8 +50,11 @@ bench-tensors: .venv/installed ## padding rows and schema checks beside the leas
 bench-store: .venv/installed ## each store beside bare TransferQueue, with files of 2 GB, about 15 minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_store.py $(ARGS)
 
-config-page: .venv/installed ## every key of the config, docs/config.md
-	$(BIN)/python -m raggedright.config.reference > docs/config.md
+pages: .venv/installed ## the pages and pictures of docs/ that are made from the code
+	$(BIN)/python -m pages
+
+scale-page: .venv/installed ## what rounds of up to a million rows on 4,096 ranks cost, docs/scale.md
+	$(BIN)/python benchmarks/scale.py
 
 bench-rollout: .venv/installed ## the local rollout engine beside transformers' own generate
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_rollout.py
@@ -61,10 +64,6 @@ bench-train: .venv/installed .venv-trl/installed ## a round's time by part, besi
 
 bench-cluster: .venv/installed ## Ray and TransferQueue beside the local launcher, and rows through the store as they grow (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_cluster.py $(ARGS)
-
-picture: .venv/installed ## the picture in the README, docs/plan.svg
-	$(BIN)/raggedright plan examples/rows.jsonl --dp 2 --batch-size 6 --mini-batch-size 2 --rollout-n 4 \
-	  --micro-batch-tokens 2048 --format svg > docs/plan.svg
 
 clean: ## remove the virtual environments and caches
 	rm -rf .venv .venv-verl .venv-trl .pytest_cache .ruff_cache .hypothesis build dist

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from raggedright.check.cases import Case
-from raggedright.check.made_up import MadeUp, make_up
+from raggedright.check.made_up import make_up
 from raggedright.check.models import DTYPES, load_model
+from raggedright.check.reference import MadeUp
 from raggedright.check.run import batch_of, relative_drift, relative_error, role_of, run_rank, run_reference
 from raggedright.plan.cut import Step
 from raggedright.tensors.batch import TensorBatch

@@ -6,7 +6,6 @@ import pytest
 
 from raggedright.config import Config, dump_config, load_config
 from raggedright.config.load import keys, make_config
-from raggedright.config.reference import config_page
 from raggedright.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -104,10 +103,6 @@ def test_every_key_has_a_line_of_help() -> None:
 def test_while_the_critic_warms_up_the_plan_is_for_the_critic_alone() -> None:
     config = config_with(algorithm={"advantages": "gae"}, critic={"mini_batch_size": 2, "warmup_rounds": 1})
     assert [config.layout(round).actor_trains for round in (1, 2)] == [False, True]
-
-
-def test_the_page_of_all_keys_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "config.md").read_text() == config_page(), "run `make config-page`"
 
 
 def test_cutting_the_sampling_distribution_is_warned_of() -> None:

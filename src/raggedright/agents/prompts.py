@@ -10,6 +10,7 @@ back a little in the second one's order.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -52,6 +53,10 @@ def load_tasks(source: str, *, seed: int) -> Tasks:
     make = find_named(source, key=KEY)
     if not callable(make):
         raise ConfigError(f"{KEY} is {source!r}, a {type(make).__name__}; it takes a function of (index, seed)")
+    try:
+        signature(make).bind(0, seed)
+    except TypeError as error:
+        raise ConfigError(f"{KEY} is {source!r}: {error}; it takes a function of (index, seed)") from None
     return MadeTasks(source, cast(Make, make), seed=seed)
 
 

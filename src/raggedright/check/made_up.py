@@ -1,26 +1,14 @@
 """A made-up batch for a model: ragged sessions with tokens, masks, log-probs, advantages, and images in some rows."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from raggedright.check.reference import row_outputs
+from raggedright.check.reference import MadeUp, TokenFields, row_outputs
 from raggedright.rows import Rows
 from raggedright.tensors.media import has_vision, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, find_routers
-
-TokenFields = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class MadeUp:
-    """Rows, and the fields of each."""
-
-    rows: Rows
-    fields: list[TokenFields]
 
 
 def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed: int = 0) -> MadeUp:

@@ -6,24 +6,31 @@ padding, no weights fixed beforehand. Slow and obvious on purpose. Only the hook
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from raggedright.check.cases import Case
 from raggedright.rows import Rows
 from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.routing import Routers, find_routers
 
-if TYPE_CHECKING:
-    from raggedright.check.cases import Case
-    from raggedright.check.made_up import MadeUp, TokenFields
+TokenFields = dict[str, object]
 
 CLIP_LOW, CLIP_HIGH, VALUE_CLIP, KL_COEF, ENTROPY_COEF, NORM_TOKENS = 0.2, 0.28, 0.2, 0.1, 0.05, 16
 BALANCE_COEF = 0.5
 
 
-def row_outputs(model: nn.Module, rows: Rows, i: int, row: "TokenFields") -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """Rows, and the fields of each."""
+
+    rows: Rows
+    fields: list[TokenFields]
+
+
+def row_outputs(model: nn.Module, rows: Rows, i: int, row: TokenFields) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the row's response tokens; for a critic, values in place of the first."""
     media = row.get("multi_modal_inputs") or {}
     assert isinstance(media, dict)
@@ -44,7 +51,7 @@ def row_outputs(model: nn.Module, rows: Rows, i: int, row: "TokenFields") -> tup
 
 
 def reference_step(
-    model: nn.Module, made_up: "MadeUp", positions: Sequence[int], case: "Case"
+    model: nn.Module, made_up: MadeUp, positions: Sequence[int], case: Case
 ) -> tuple[Tensor, dict[str, float]]:
     """Objective of a step over these rows, and its metrics."""
     losses: dict[int, Tensor] = {}
@@ -80,7 +87,7 @@ def reference_step(
     }
 
 
-def _replaying(routers: Routers | None, row: "TokenFields") -> AbstractContextManager[list[Tensor]]:
+def _replaying(routers: Routers | None, row: TokenFields) -> AbstractContextManager[list[Tensor]]:
     experts = row.get("routed_experts")
     if routers is None or not isinstance(experts, Tensor):
         return nullcontext([])
@@ -100,7 +107,7 @@ def _balance(routed: Sequence[tuple[list[Tensor], object]], layer: int, num_expe
     return num_experts * (share * torch.cat(logits).softmax(-1).mean(0)).sum()
 
 
-def reference_batch(made_up: "MadeUp") -> dict[str, float]:
+def reference_batch(made_up: MadeUp) -> dict[str, float]:
     """Metrics of the whole batch: means over rows, each row counted once."""
     ppl, log_ppl_diff, kl = [], [], []
     for row in made_up.fields:
@@ -121,14 +128,14 @@ def reference_batch(made_up: "MadeUp") -> dict[str, float]:
     }
 
 
-def _loss_tokens(row: "TokenFields", mask: Tensor) -> dict[str, Tensor]:
+def _loss_tokens(row: TokenFields, mask: Tensor) -> dict[str, Tensor]:
     """The row's per-response-token fields, at its loss tokens."""
     fields = {name: value for name, value in row.items() if isinstance(value, Tensor) and value.shape == mask.shape}
     return {name: value[mask.bool()] for name, value in fields.items()}
 
 
 def _row_losses(
-    outputs: Tensor, entropy: Tensor, row: dict[str, Tensor], case: "Case"
+    outputs: Tensor, entropy: Tensor, row: dict[str, Tensor], case: Case
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-token losses of one row's loss tokens, and the per-token metrics."""
     if case.critic:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raggedright.check.cases import CUTS, Case
-from raggedright.check.made_up import MadeUp, make_up
+from raggedright.check.made_up import make_up
 from raggedright.check.models import DTYPES, load_model
 from raggedright.check.reference import (
     BALANCE_COEF,
@@ -25,6 +25,7 @@ from raggedright.check.reference import (
     KL_COEF,
     NORM_TOKENS,
     VALUE_CLIP,
+    MadeUp,
     reference_batch,
     reference_step,
 )

@@ -12,8 +12,8 @@ from raggedright.errors import RaggedRightError
 EXIT_BAD_INPUT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; what goes wrong is said in a sentence on standard error."""
+def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all subcommands; `argv` says whether the config's keys are needed."""
     parser = argparse.ArgumentParser(
         prog="raggedright",
         description="Ragged rollouts in, right batches out.",
@@ -24,8 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add_command(commands)
     check.add_command(commands)
-    train.add_command(commands, sys.argv[1:] if argv is None else argv)
+    train.add_command(commands, argv)
     report.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; what goes wrong is said in a sentence on standard error."""
+    parser = make_parser(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
     if unknown and not hasattr(args, "take_unknown"):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")

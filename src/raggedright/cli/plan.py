@@ -41,6 +41,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
         description="Plan a batch of ragged rows: the step, rank, micro-batch and weight of each.",
         epilog=EXAMPLES,
     )
+    parser.usage = "raggedright plan ROWS.jsonl --dp N --batch-size N --mini-batch-size N --rollout-n N [options]"
     parser.add_argument("file", metavar="ROWS.jsonl", help="one JSON object a line; - reads standard input")
     add = parser.add_argument_group("the batch").add_argument
     add("--dp", dest="dp_size", type=count, required=True, metavar="N", help="data-parallel ranks (not the world size)")
@@ -88,6 +89,12 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     except ConfigError as error:
         parser.error(str(error))
     rows = _read(args.file)
+    if rows.num_prompts > layout.batch_size:
+        print(
+            f"warning: {args.file} has {rows.num_prompts:,} prompts and --batch-size is {layout.batch_size:,}; "
+            "steps are counted from the latter",
+            file=sys.stderr,
+        )
     start = time.perf_counter()
     plan = make_plan(rows, layout)
     seconds = time.perf_counter() - start
@@ -103,6 +110,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         print_plan(plan, seconds, console)
         console.print(str(close_ledger(plan)), highlight=False)
         if rules:
+            console.print()
             print_comparison(rules, console)
 
 

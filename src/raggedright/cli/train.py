@@ -17,6 +17,8 @@ from raggedright.cli.arguments import Commands, add_parser
 from raggedright.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pydantic_settings import CliSettingsSource
+
     from raggedright.config.schema import Config
     from raggedright.report.run_events import RunEvents
     from raggedright.rows import Rows
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace, source: object) -> None:
     from raggedright.config.load import dump_config, load_config
 
     assert isinstance(source, CliSettingsSource)
-    overrides = _with_unknown(source(parsed_args=args)(), args.unknown)
+    overrides = _with_unknown(_read_options(args, source), args.unknown)
     short = {"max_restarts": args.max_restarts, "launcher": args.launcher}
     if given := {key: value for key, value in short.items() if value is not None}:
         overrides["parallel"] = {**cast(dict, overrides.get("parallel", {})), **given}
@@ -100,6 +102,24 @@ def run(args: argparse.Namespace, source: object) -> None:
         _take_folder(config, fresh=args.fresh)
         (config.out / CONFIG_FILE).write_text(dump_config(config))
         _train(config)
+
+
+def _read_options(args: argparse.Namespace, source: "CliSettingsSource[Config]") -> dict[str, object]:
+    """The keys that were given as options; null is done here, since pydantic-settings takes none for a table."""
+    from pydantic_settings import SettingsError
+
+    nulls = [name for name, value in vars(args).items() if value in ("null", ["null"])]
+    for name in nulls:
+        delattr(args, name)
+    try:
+        values = dict(source(parsed_args=args)())
+    except SettingsError as error:
+        raise ConfigError(f"{error}; lists and tables are given as JSON") from None
+    for name in nulls:
+        section, _, key = name.rpartition(".")
+        inside = cast(dict, values.get(section, {}))
+        values |= {section: {**inside, key: None}} if section else {key: None}
+    return values
 
 
 def _with_unknown(values: Mapping[str, object], unknown: Sequence[str]) -> dict[str, object]:

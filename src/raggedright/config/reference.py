@@ -12,7 +12,7 @@ HEAD = """\
 # Config
 
 One TOML file describes a run; `configs/` has some. Every key is an option of `raggedright train` too
-(`--rollout.n 16`). A key without a default must be given; `-` is no value. This page is made by `make config-page`.
+(`--rollout.n 16`). A key without a default must be given; `-` is no value. This page is made by `make pages`.
 """
 
 

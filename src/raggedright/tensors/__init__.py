@@ -8,6 +8,7 @@ from raggedright.tensors.losses import Sums, TokenWeights, entropy_loss, kl_loss
 from raggedright.tensors.media import image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.padding import PaddingRow, padding_rows, padding_token_id
+from raggedright.tensors.parallel import sum_gradients, sum_in_backward, sum_metrics
 from raggedright.tensors.schema import Fields, Kind, Schema, infer_schema
 
 __all__ = [
@@ -32,6 +33,9 @@ __all__ = [
     "padding_rows",
     "padding_token_id",
     "policy_loss",
+    "sum_gradients",
+    "sum_in_backward",
+    "sum_metrics",
     "value_loss",
     "whiten",
 ]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raggedright.arrays import Ints
-from raggedright.errors import RowsError
+from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.cut import Step
 from raggedright.plan.plan import Plan
 from raggedright.rows import Rows
@@ -29,8 +29,14 @@ class TensorBatch:
             raise RowsError(
                 f"{len(fields):,} rows have fields and {len(plan.rows):,} are planned; give each row its own"
             )
+        layout = plan.layout
+        if (collator.how, collator.min_row_tokens) != (layout.collate, layout.min_row_tokens):
+            raise ConfigError(
+                f"the plan is for collate {layout.collate}, min_row_tokens {layout.min_row_tokens} and the Collator is "
+                f"for {collator.how}, {collator.min_row_tokens}, so that budgets would not hold; make them agree"
+            )
         padding = padding_rows(
-            schema, plan.num_padding_rows, token_id=collator.token_id, min_row_tokens=plan.layout.min_row_tokens
+            schema, plan.num_padding_rows, token_id=collator.token_id, min_row_tokens=layout.min_row_tokens
         )
         return cls(plan, plan.padded_rows, [*fields, *(row.fields for row in padding)], collator)
 

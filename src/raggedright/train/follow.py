@@ -85,10 +85,12 @@ class Follower:
 
 def _figures(round: Round) -> Figures:
     failed = sum(count for outcome, count in round.session_outcomes.items() if outcome.startswith("failed"))
+    first = next((f"{each.prompt}/{each.session}: {each.cause}" for each in round.failed), "")
     return Figures(
         score=round.metrics.get("critic/score/mean", nan),
         rows=round.rows or 0,
         padding_rows=round.padding_rows or 0,
         failed=failed,
         tokens_per_second=round.metrics.get("perf/tokens_per_second", nan),
+        first_failure=first,
     )

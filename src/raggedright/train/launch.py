@@ -4,6 +4,7 @@ A rank that fails ends the others; its number and its last words are the error. 
 and the launcher waits for them; a second one ends all at once. Ranks talk over the loopback interface.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -52,6 +53,7 @@ def launch(config: Config) -> None:
         signals_to_handle="SIGTERM,SIGHUP",  # Ctrl-C is the ranks' to handle
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, config.parallel.dp), Std.ALL)),
     )
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say who failed
     os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     before = signal.signal(signal.SIGINT, lambda number, frame: ask_to_stop(config.out))

@@ -19,6 +19,7 @@ class Figures(NamedTuple):
     padding_rows: int
     failed: int
     tokens_per_second: float
+    first_failure: str = ""  # prompt/session: cause
 
     def __str__(self) -> str:
         failed = f"  {self.failed} failed" if self.failed else ""
@@ -36,6 +37,7 @@ class Progress:
         self._num_rounds = num_rounds
         self._began = self._last_line = monotonic()
         self._rounds_here = 0
+        self._told_of_failure = False
         self._bar: Bar | None = None
         if self._console.is_terminal:
             self._bar = Bar(
@@ -53,6 +55,9 @@ class Progress:
     def round(self, round: int, figures: Figures) -> None:
         """A round that has trained."""
         self._rounds_here += 1
+        if figures.first_failure and not self._told_of_failure:
+            self._told_of_failure = True
+            self.say(f"round {round}: the first session that failed, {figures.first_failure}; others are in the report")
         if self._bar is not None:
             self._bar.update(self._task, completed=round, words=str(figures))
             return

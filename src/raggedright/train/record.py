@@ -93,12 +93,14 @@ class Recorder:
 
 def _figures(result: RoundResult) -> Figures:
     sealed, metrics = result.sealed, result.metrics
+    first = next((f"{prompt}/{session}: {cause}" for (prompt, session), cause in sealed.failed.items()), "")
     return Figures(
         score=metrics["critic/score/mean"],
         rows=len(sealed.rows),
         padding_rows=result.plan.num_padding_rows,
         failed=len(sealed.failed),
         tokens_per_second=metrics["perf/tokens_per_second"],
+        first_failure=first,
     )
 
 

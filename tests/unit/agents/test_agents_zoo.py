@@ -243,10 +243,11 @@ ZOO = {
     rewards_nan: "SessionError: row rewards_nan/0/0: reward is nan; it takes a finite number or None",
     reports_nan: "SessionError: session reports_nan/0: report('exact_match') has nan; give finite numbers",
     observes_a_million: "SessionError: row observes_a_million/0/0 gets at least 2,018 tokens, "
-    "and rollout.max_row_tokens is 64; raise it, or open a fresh trajectory (test_agents_zoo.py:",
+    "and rollout.max_row_tokens (by default train.micro_batch_tokens) is 64; raise it, "
+    "or open a fresh trajectory (test_agents_zoo.py:",
     observes_a_billion_ids: "SessionError: row observes_a_billion_ids/0/0 gets at least 1,000,000,002 tokens",
     generates_on_and_on: "SessionError: row generates_on_and_on/0/0 has 64 tokens and no room to generate, "
-    "and rollout.max_row_tokens is 64; raise it",
+    "and rollout.max_row_tokens (by default train.micro_batch_tokens) is 64; raise it",
     has_an_empty_prompt: "SessionError: row has_an_empty_prompt/0/0 has an empty prompt",
     has_an_unknown_id: "SessionError: row has_an_unknown_id/0/0: token 1 is 99; the tokenizer's 18 ids are 0 to 17",
     opens_thousands: "SessionError: session opens_thousands/0 opens trajectory 1,024 and may have 1,024; "

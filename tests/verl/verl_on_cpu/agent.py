@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """raggedright's compaction agent as one of verl's agent loops: a session emits one to four trajectories.
 
 Its reward goes to every trajectory of the session, as verl does with what its reward loop computes.
@@ -26,9 +27,7 @@ class CompactionLoop(AgentLoopBase):
             made = await self.server_manager.generate(
                 request_id=f"{fields['uid']}/{fields['session_id']}",
                 prompt_ids=[*request.ids],
-                sampling_params={
-                    **sampling_params, "max_tokens": request.sampling.max_tokens, "noise": request.noise
-                },
+                sampling_params={**sampling_params, "max_tokens": request.sampling.max_tokens, "noise": request.noise},
             )
             steps.add(made.extra_fields["global_steps"])
             return Generation(made.token_ids, made.log_probs, "stop", made.extra_fields["global_steps"])

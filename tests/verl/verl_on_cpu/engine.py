@@ -1,7 +1,32 @@
-"""verl's own FSDP2 engines, under the key of a device that verl lists none for."""
+# pyright: reportMissingImports=false
+"""verl's own FSDP2 engines, under the key of a device that verl lists none for; the actor's says what it trained on.
+
+The numbers are the engine's, not the trainer's: rows and loss tokens as they arrive for a step, and the steps that the
+optimizer itself has counted. verl sums what is called `sum` over ranks and steps.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(FSDPEngineWithLMHead)
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")
+class CountingEngine(FSDPEngineWithLMHead):
+    """The actor's engine, with what arrives for a step among its metrics."""
+
+    def train_batch(self, data: Any, loss_function: Callable) -> dict:
+        """One optimizer step, and what it was taken on."""
+        tokens = [int(row.sum()) for row in data["loss_mask"].unbind()]
+        output = super().train_batch(data, loss_function)
+        output["metrics"] |= {
+            "engine/rows_sum": [len(tokens)],
+            "engine/loss_rows_sum": [sum(count > 0 for count in tokens)],
+            "engine/loss_tokens_sum": [sum(tokens)],
+            "engine/optimizer_steps_max": [int(state["step"]) for state in self.optimizer.state.values()][:1],
+        }
+        return output
+
+
 EngineRegistry.register(model_type="value_model", backend="fsdp2", device="cpu")(FSDPEngineWithValueHead)

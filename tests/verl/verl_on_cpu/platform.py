@@ -1,8 +1,9 @@
+# pyright: reportMissingImports=false
 """A platform whose device is the CPU and whose collectives are gloo's.
 
 The surprises: verl counts accelerators as Ray's resource GPU, so a run declares as many as it has ranks
-(`ray_kwargs.ray_init.num_gpus`), and that is a number only; and `current_device` is the text "cpu", because verl hands it
-to `.to()`, where a number would mean an accelerator.
+(`ray_kwargs.ray_init.num_gpus`), and that is a number only; and `current_device` is the text "cpu", because verl hands
+it to `.to()`, where a number would mean an accelerator.
 """
 
 from collections.abc import Iterator

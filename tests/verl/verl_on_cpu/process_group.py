@@ -1,7 +1,7 @@
 """The ranks' process group, made when this module is loaded in a process that has a rank.
 
-verl would ask torch for the backends "cpu:gloo,<device>:<backend>", which torch refuses when the device is the CPU, too.
-It asks only where there is no group yet, so there is one.
+verl would ask torch for the backends "cpu:gloo,<device>:<backend>", which torch refuses when the device is the CPU,
+too. It asks only where there is no group yet, so there is one.
 """
 
 import os

@@ -1,11 +1,13 @@
+# pyright: reportMissingImports=false
 """A rollout in the shape of verl's servers: one actor a replica generates with raggedright's local engine.
 
-`LocalReplica` starts the server; `LocalRollout` sits in the training workers and, on the replica's first rank, sends the
-full weights after every step. All ranks read them, because gathering shards is a collective.
+`LocalReplica` starts the server; `LocalRollout` sits in the training workers and, on the replica's first rank, sends
+the full weights after every round. All ranks read them, because gathering shards is a collective.
 """
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 import torch
@@ -87,12 +89,17 @@ class LocalRollout(BaseRollout):
         """Nothing to release."""
 
     async def update_weights(
-        self, weights: Iterator[tuple[str, Tensor]], wire_format: str = "named_tensors", *, global_steps: int, **_: object
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int,
+        **unused: object,
     ) -> None:
         """Send the full weights to the replica's server."""
         full = [(name, tensor.detach()) for name, tensor in weights]
         if self.device_mesh["infer_tp"].get_local_rank() == 0:
-            server = ray.get_actor(_server_name(self.device_mesh["dp"].get_local_rank()))
+            server: Any = ray.get_actor(_server_name(self.device_mesh["dp"].get_local_rank()))
             await server.update_weights.remote(full, global_steps)
         await asyncio.to_thread(torch.distributed.barrier)
 

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """verl's own FSDP2 engines, under the key of a device that verl lists none for; the actor's says what it trained on.
 
-The numbers are the engine's, not the trainer's: rows and loss tokens as they arrive for a step, and the steps that the
-optimizer itself has counted. verl sums what is called `sum` over ranks and steps.
+The numbers are the engine's, not the trainer's: rows and loss tokens as they arrive for a step, of which verl reports
+the mean over ranks and steps, and the steps that the optimizer itself has counted.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class CountingEngine(FSDPEngineWithLMHead):
         tokens = [int(row.sum()) for row in data["loss_mask"].unbind()]
         output = super().train_batch(data, loss_function)
         output["metrics"] |= {
-            "engine/rows_sum": [len(tokens)],
-            "engine/loss_rows_sum": [sum(count > 0 for count in tokens)],
-            "engine/loss_tokens_sum": [sum(tokens)],
+            "engine/rows": [len(tokens)],
+            "engine/loss_rows": [sum(count > 0 for count in tokens)],
+            "engine/loss_tokens": [sum(tokens)],
             "engine/optimizer_steps_max": [int(state["step"]) for state in self.optimizer.state.values()][:1],
         }
         return output

@@ -28,6 +28,12 @@ class CpuModule(ModuleType):
     def memory_allocated(self) -> int:
         return 0
 
+    def get_device_name(self) -> str:
+        return "CPU"
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 0, 0
+
     memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 
 

@@ -11,7 +11,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from raggedright.rows import Rows
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -19,6 +18,8 @@ from verl.utils.metric import Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine.utils import prepare_micro_batches
+
+from raggedright.rows import Rows
 
 VOCABULARY = 11
 Row = dict[str, Tensor]

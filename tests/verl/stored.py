@@ -1,14 +1,16 @@
 """Rows in a real TransferQueue as verl's agent loop leaves them there, and a trainer with verl's own config over them."""
 
+import copy
 import uuid
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 import transfer_queue as tq
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -45,11 +47,16 @@ def make_config(tmp_path: Path, **settings: object) -> DictConfig:
         "actor_rollout_ref.model.path": tmp_path / "model",
         "algorithm.adv_estimator": "grpo",
     } | {name.replace("__", "."): value for name, value in settings.items()}
-    overrides = [
-        f"{'+' if name.startswith('trainer.v1.raggedright.') else ''}{name}={value}" for name, value in values.items()
-    ]
+    config = copy.deepcopy(_verl_config())
+    for name, value in values.items():
+        OmegaConf.update(config, name.lstrip("+"), str(value) if isinstance(value, Path) else value, force_add=True)
+    return config
+
+
+@cache
+def _verl_config() -> DictConfig:
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=overrides)
+        return compose("ppo_trainer")
 
 
 def make_trainer(config: DictConfig, workers: object = None, critics: object = None):
@@ -84,12 +91,12 @@ def put_sessions(
     """
     generator = torch.Generator().manual_seed(seed)
     batch_uid = uuid.uuid4().hex[:6]
-    keys, tags = [], []
+    rows, keys, tags = [], [], []
     for prompt, number, lengths, reward in sessions:
-        rows, row_tags = [], []
-        for prompt_len, response_len in lengths:
+        uid = f"{prompt}-{batch_uid}"
+        for trajectory, (prompt_len, response_len) in enumerate(lengths):
             row = _row(prompt_len, response_len, reward, kind, generator)
-            row |= {"uid": f"{prompt}-{batch_uid}", "session_id": number, "data_source": "made", "global_steps": 1}
+            row |= {"uid": uid, "session_id": number, "data_source": "made", "global_steps": 1}
             row["reward_model"] = {"ground_truth": "7"}
             if computed:
                 draw = 0.3 * torch.randn(4, response_len, generator=generator)
@@ -103,16 +110,15 @@ def put_sessions(
             if extra:
                 row["surprise"] = torch.randn(response_len, 3, generator=generator)
             rows.append(row)
-            row_tags.append(
-                {
-                    "status": "success", "prompt_len": prompt_len, "response_len": response_len,
-                    "seq_len": prompt_len + response_len, "global_steps": 1, "min_global_steps": 0, "max_global_steps": 0,
-                }
-            )  # fmt: skip
-        names = [f"{prompt}-{batch_uid}_{number}_{i}" for i in range(len(rows))]
-        tq.kv_batch_put(keys=names, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=row_tags)
-        keys += names
-        tags += row_tags
+            keys.append(f"{uid}_{number}_{trajectory}")
+            lengths_of_row = {
+                "prompt_len": prompt_len,
+                "response_len": response_len,
+                "seq_len": prompt_len + response_len,
+            }
+            versions = {"global_steps": 1, "min_global_steps": 0, "max_global_steps": 0}
+            tags.append({"status": "success", **lengths_of_row, **versions})
+    tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
     return KVBatchMeta(partition_id="train", keys=keys, tags=tags, extra_info={"temperature": 1.0})
 
 

@@ -14,9 +14,7 @@ import torch
 from ranks_in_turn import Model, Row, count_loss_tokens, make_batch, update
 from torch import Tensor
 from verl.trainer.ppo import core_algos as core
-from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
-from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.losses import value_loss as verl_value_loss
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from raggedright import Layout, Rows
 from raggedright.integrations.verl import losses

@@ -34,7 +34,7 @@ test-verl: .venv-verl/installed ## agreement with verl, and the plug-in in it, i
 	PYTHONPATH=src .venv-verl/bin/python -m pytest -q tests/verl
 
 compare-verl: .venv-verl/installed ## verl without the plug-in and with it, on the same batch; writes docs/verl-comparison.md
-	PYTHONPATH=src:tests .venv-verl/bin/python verification/compare_verl.py $(ARGS)
+	PYTHONPATH=src:tests/verl .venv-verl/bin/python verification/compare_verl.py $(ARGS)
 
 check-full: .venv/installed ## the exactness check over every combination (hours; `raggedright check` takes a minute)
 	$(BIN)/raggedright check --full
@@ -83,7 +83,7 @@ runs/models/SmolLM2-135M-Instruct/config.json: | .venv/installed
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install -q -c constraints-verl.txt torch==2.13.0
 	.venv-verl/bin/pip install -q -c constraints-verl.txt verl==0.9.1 pytest hypothesis
-	.venv-verl/bin/pip install -q -c constraints-verl.txt TransferQueue==0.1.11 cachetools fastapi uvicorn
+	.venv-verl/bin/pip install -q -c constraints-verl.txt TransferQueue==0.1.11 cachetools fastapi uvicorn pydantic-settings tomli-w
 	touch $@
 
 .venv-trl/installed: constraints-trl.txt

@@ -4,7 +4,7 @@
 The trainer lets verl compute its advantages as ever, but under the estimator registered here. That one folds the
 rows of each session into one (its reward is that of the last trajectory, as verl has it; KL in the reward adds up over
 all of its rows), calls the estimator that the config names, and gives every row its session's number. For
-sessions of one row the numbers are verl's.
+sessions of one row the numbers are verl's, but that whitening counts sessions where verl counts tokens.
 
 A prompt with a single session tells nothing about it: zero, where verl passes the reward on. `gae` is by token and
 stays verl's own. The surprise: verl hands an estimator rewards and prompts but no sessions, so those come by a

@@ -73,7 +73,8 @@ def check_contract(hooks: Mapping[str, tuple[str, ...]] = HOOKS) -> None:
         missing = [name for name in parameters if name not in _parameters(found)]
         if missing:
             raise ContractError(f"{have}: {hook.replace(':', '.')} takes no {', '.join(missing)}; {need}")
-    source = inspect.getsource(_find("verl.workers.engine_workers:TrainingWorker.train_mini_batch"))
+    worker = importlib.import_module("verl.workers.engine_workers").TrainingWorker
+    source = inspect.getsource(inspect.unwrap(worker.train_mini_batch))
     for name in WORKER_READS:
         if f'"{name}"' not in source:
             raise ContractError(f"{have}: TrainingWorker.train_mini_batch does not read {name} from its batch; {need}")

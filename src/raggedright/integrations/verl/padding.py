@@ -27,6 +27,8 @@ from raggedright.tensors.kinds import WELL_KNOWN, Kind, infer_kind
 from raggedright.tensors.padding import padding_rows
 from raggedright.tensors.schema import PADDING_GROUP, Schema, infer_schema
 
+_OF_VERL: Mapping[str, Kind] = {"entropy": Kind.RESPONSE, "log_probs": Kind.SEQUENCE}
+
 
 @dataclass(slots=True)
 class PaddingRows:
@@ -34,7 +36,7 @@ class PaddingRows:
 
     token_id: int
     min_row_tokens: int
-    declared: dict[str, Kind | str] = field(default_factory=dict)
+    declared: dict[str, Kind | str] = field(default_factory=dict)  # beside what verl itself writes
     schema: Schema | None = None
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])  # a key is never used twice, also not after a resume
     made: int = 0
@@ -96,11 +98,12 @@ class PaddingRows:
             example.setdefault(has[key], i)
         at = list(example.values())
         fields = [get_row(batch, batch.keys[i]) for i in at]
-        known = set(self.declared) | set(WELL_KNOWN) | set(self.schema.decided if self.schema else ())
+        declared = {**_OF_VERL, **self.declared}
+        known = set(declared) | set(WELL_KNOWN) | set(self.schema.decided if self.schema else ())
         unknown = {name for row in fields for name, value in row.items() if isinstance(value, Tensor)} - known
         kinds: dict[str, Kind | str] = {name: self._infer_kind(batch, rows, has, name) for name in sorted(unknown)}
         return infer_schema(
-            rows.take(np.array(at, dtype=np.int64)), fields, declared={**self.declared, **kinds}, known=self.schema
+            rows.take(np.array(at, dtype=np.int64)), fields, declared={**declared, **kinds}, known=self.schema
         )
 
     def _infer_kind(self, batch: KVBatchMeta, rows: Rows, has: Mapping[str, frozenset[str]], name: str) -> Kind:

@@ -6,6 +6,7 @@ TransferQueue returns the rows it finds and the fields that all of them have. He
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import ray
@@ -24,7 +25,7 @@ _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 
 def get_field(batch: KVBatchMeta, name: str) -> list[Tensor]:
     """A field of tensors, one for each row of the batch in its order."""
-    data = tq.kv_batch_get(keys=list(batch.keys), partition_id=batch.partition_id, select_fields=[name])
+    data = tq.kv_batch_get(keys=list(batch.keys), partition_id=_partition(batch), select_fields=[name])
     values = list(data[name].unbind()) if name in data.keys() else []  # noqa: SIM118 a TensorDict is no mapping
     if len(values) != len(batch.keys):
         raise RowsError(
@@ -46,28 +47,28 @@ def sum_scores(batch: KVBatchMeta) -> Floats:
 
 def get_row(batch: KVBatchMeta, key: str, names: Sequence[str] | None = None) -> dict[str, object]:
     """Fields of one row by name."""
-    data = tq.kv_batch_get(keys=[key], partition_id=batch.partition_id, select_fields=list(names) if names else None)
+    data = tq.kv_batch_get(keys=[key], partition_id=_partition(batch), select_fields=list(names) if names else None)
     row = data[0]
     return {str(name): _plain(row[name]) for name in row.keys()}  # noqa: SIM118
 
 
-def put_rows(batch: KVBatchMeta, rows: Mapping[str, Mapping[str, object]], tags: Sequence[dict] | None = None) -> None:
+def put_rows(batch: KVBatchMeta, rows: Mapping[str, Mapping[str, object]], tags: list[dict] | None = None) -> None:
     """Write the same fields of several rows."""
     fields = list_of_dict_to_tensordict([dict(row) for row in rows.values()])
-    tq.kv_batch_put(keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=tags)
+    tq.kv_batch_put(keys=list(rows), partition_id=_partition(batch), fields=fields, tags=tags)
 
 
 def put_numbers(batch: KVBatchMeta, name: str, values: Floats) -> None:
     """Write one number a row, in the batch's order."""
     numbers = torch.from_numpy(np.asarray(values, dtype=np.float32)).unsqueeze(-1)
     fields = TensorDict({name: numbers}, batch_size=[len(values)])
-    tq.kv_batch_put(keys=list(batch.keys), partition_id=batch.partition_id, fields=fields)
+    tq.kv_batch_put(keys=list(batch.keys), partition_id=_partition(batch), fields=fields)
 
 
 def fields_by_key(batch: KVBatchMeta) -> dict[str, frozenset[str]]:
     """The names of the fields that each row of the batch has."""
     controller = ray.get_actor(**_CONTROLLER)
-    status = ray.get(controller.get_partition_snapshot.remote(batch.partition_id))
+    status: Any = ray.get(controller.get_partition_snapshot.remote(batch.partition_id))
     names = np.array(sorted(status.field_name_mapping, key=status.field_name_mapping.__getitem__), dtype=object)
     at = [status.keys_mapping[key] for key in batch.keys]
     has = status.production_status[at][:, : len(names)].numpy() == 1
@@ -76,6 +77,11 @@ def fields_by_key(batch: KVBatchMeta) -> dict[str, frozenset[str]]:
     for key, row in zip(batch.keys, has, strict=True):
         found[key] = sets.setdefault(row.tobytes(), frozenset(names[row].tolist()))
     return found
+
+
+def _partition(batch: KVBatchMeta) -> str:
+    assert batch.partition_id is not None
+    return batch.partition_id
 
 
 def _plain(value: object) -> object:

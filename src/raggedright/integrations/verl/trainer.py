@@ -55,8 +55,7 @@ class ExactBatches(_Trainer):
     verl_mode: str
 
     def __init__(self, config: DictConfig) -> None:
-        given = OmegaConf.select(config, KEY)
-        self.options = Options.of(OmegaConf.to_container(given, resolve=True) if given is not None else None)
+        self.options = Options.of(OmegaConf.select(config, KEY))
         check_config(config, self.options)
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.verl_mode
@@ -125,9 +124,9 @@ class ExactBatches(_Trainer):
         failed = failed_sessions(rows, self.config.actor_rollout_ref.rollout.n, num_prompts)
         metrics.update(ledger_metrics(self._round.plan, failed))
         self._padding_rows().complete(self._round.whole)
-        for role, name in (("actor", losses.ACTOR_WEIGHT), ("critic", losses.CRITIC_WEIGHT)):
-            if role in self._round.plan.roles:
-                put_numbers(self._round.whole, name, self._round.weights(role))
+        for role in self._round.plan.trained_roles:
+            name = losses.ACTOR_WEIGHT if role == "actor" else losses.CRITIC_WEIGHT
+            put_numbers(self._round.whole, name, self._round.weights(role))
         return self._round.whole
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:

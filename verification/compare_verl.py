@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """verl without the plug-in and with it, on the same batches: `make compare-verl` writes docs/verl-comparison.md.
 
 Every batch is stored in a real TransferQueue and goes through the trainers' own steps (tests/verl/both_ways.py).

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """One stored batch through verl's trainer and through ours: what each would train on, and how far its numbers are off.
 
 Both trainers run their own `_balance_batch` and `_compute_advantage` on equal rows in a real TransferQueue. Their rows

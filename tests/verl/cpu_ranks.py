@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's workers on a CPU: a platform for it, verl's own FSDP2 engine under its key, and gloo between ranks.
 
 Loaded in every process by `VERL_USE_EXTERNAL_MODULES`, before verl asks for a device. Nothing of verl is replaced.

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's own worker groups on gloo: its actor workers with FSDP2 engines, and a model made on the spot.
 
 Started as verl's trainer starts them, without a rollout; they also hand out their full weights. Not the critic's: verl

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's update with its ranks one after another in this process, in float64: its iterator, micro-batches and losses.
 
 What `TrainingWorker.train_mini_batch` and the FSDP engine do around a model, without a model's engine: the model here

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """Rows in a real TransferQueue as verl's agent loop leaves them, and a trainer with verl's own config over them."""
 
 import copy

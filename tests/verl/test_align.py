@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """The deal of rows to verl's mini-batches and ranks: properties over ragged batches, and figures of verl's faults."""
 
 from itertools import pairwise
@@ -18,12 +19,15 @@ def batches(draw) -> Rows:
     sessions = draw(
         st.lists(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=5), min_size=1, max_size=12)
     )
-    names = [(f"p{i // 2}", i % 2, t, *row) for i, rows in enumerate(sessions) for t, row in enumerate(rows)]
+    rows = [(i, t, 1 + tokens, learns) for i, of in enumerate(sessions) for t, (tokens, learns) in enumerate(of)]
     return Rows.from_columns(
-        prompt=[n[0] for n in names], session=[n[1] for n in names], trajectory=[n[2] for n in names],
-        prompt_tokens=[3] * len(names), response_tokens=[1 + n[3] for n in names],
-        loss_tokens=[(1 + n[3]) * n[4] for n in names],
-    )  # fmt: skip
+        prompt=[f"p{i // 2}" for i, _, _, _ in rows],
+        session=[i % 2 for i, _, _, _ in rows],
+        trajectory=[t for _, t, _, _ in rows],
+        prompt_tokens=[3] * len(rows),
+        response_tokens=[tokens for _, _, tokens, _ in rows],
+        loss_tokens=[tokens * learns for _, _, tokens, learns in rows],
+    )
 
 
 @settings(max_examples=60)

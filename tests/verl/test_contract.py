@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """The installed verl has what the plug-in uses; one that lacks a hook is refused in one clear sentence."""
 
 import pytest

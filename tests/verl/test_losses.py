@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """The plug-in's losses in verl's own update: any cut and any padding gives the gradient of the rows one by one.
 
 Ranks run one after another in float64, with verl's iterator, micro-batches and losses. Weights are float32 fields of

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """The trainer's steps on rows in a real TransferQueue: padding rows, advantages, metrics, ledger, rows on disk."""
 
 import math

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's own actor workers, two gloo ranks with its FSDP2 engine, driven by the trainer's steps.
 
 The optimizer is plain SGD with a rate of 1, so a step of weights is a gradient: it must be that of the rows one by one,
@@ -7,6 +8,7 @@ computed here with the same model in float32.
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -59,8 +61,8 @@ def test_weights_of_verls_workers_move_by_the_gradient_of_the_rows_one_by_one(nu
     for row in rows:
         if row["response_mask"].any():
             (summed_loss(model, row) * row[losses.ACTOR_WEIGHT]).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     found = torch.cat([(start[name] - end[name]).flatten() for name in start])
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
     right = torch.cat([gradients[name].flatten() for name in start])
     assert float((found - right).norm() / right.norm()) < 2e-5
     assert metrics["ledger/total/padding_rows"] == len(whole) - metrics["ledger/total/rows_trained"]

@@ -1,8 +1,9 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """verl without the plug-in and with it, on the same batches: `make compare-verl` writes docs/verl-comparison.md.
 
-Every batch is stored in a real TransferQueue and goes through the trainers' own steps (tests/verl/both_ways.py). "Right"
-is computed row by row. Each figure of verl's is a fault named in the tests; with the plug-in it is at zero, or
-at what the configuration says.
+Every batch is stored in a real TransferQueue and goes through the trainers' own steps (tests/verl/both_ways.py).
+"Right" is computed row by row. Each figure of verl's is a fault named in the tests; with the plug-in it is at zero,
+or at what the configuration says.
 """
 
 import math
@@ -216,7 +217,7 @@ def loss_metrics(trained: Trained) -> dict[str, float]:
     ours = losses.ACTOR_WEIGHT in trained.ranks[0][0]
     loss = partial(losses.weighted_policy_loss if ours else ppo_loss, config)
     _, metrics = update(
-        Model(), trained.ranks, loss, num_mini_batch=trained.num_mini_batch, info=trained.info, max_tokens=160
+        Model(), trained.ranks, loss, num_mini_batch=trained.num_mini_batch, info=trained.info, max_tokens=130
     )
     return metrics
 
@@ -287,10 +288,10 @@ def main() -> None:
         lines = [line for compare in COMPARISONS for line in compare(Path(folder))]
     page = f"""# verl, without the plug-in and with it
 
-Made by `make compare-verl` on {time.strftime("%Y-%m-%d")}: verl 0.9.1 and TransferQueue 0.1.11 on a CPU. Each batch is stored in
-TransferQueue and goes through `_balance_batch` and `_compute_advantage` of verl's `sync` trainer and of `raggedright_sync`; the
-update is verl's own, its ranks one after another. "Right" is computed row by row. Gradients with the plug-in differ by
-the rounding of weights to float32.
+Made by `make compare-verl` on {time.strftime("%Y-%m-%d")}: verl 0.9.1 and TransferQueue 0.1.11 on a CPU. Each batch is
+stored in TransferQueue and goes through `_balance_batch` and `_compute_advantage` of verl's `sync` trainer and of
+`raggedright_sync`; the update is verl's own, its ranks one after another. "Right" is computed row by row. Gradients
+with the plug-in differ by the rounding of weights to float32.
 
 {table(lines)}
 """

@@ -1,7 +1,8 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """One stored batch through verl's trainer and through ours: what each would train on, and how far its numbers are off.
 
-Both trainers run their own `_balance_batch` and `_compute_advantage` on equal rows in a real TransferQueue. Their rows are
-then read back rank by rank and trained by verl's update (`ranks_in_turn.py`) with the losses each of them sets.
+Both trainers run their own `_balance_batch` and `_compute_advantage` on equal rows in a real TransferQueue. Their rows
+are then read back rank by rank and trained by verl's update (`ranks_in_turn.py`) with the losses each of them sets.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ from raggedright.rows import Rows
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 FIELDS = (
-    "input_ids", "prompts", "responses", "response_mask", "loss_mask", "old_log_probs", "advantages", "values", "returns",
+    "input_ids", "prompts", "responses", "response_mask", "loss_mask", "old_log_probs", "advantages", "values",
+    "returns",
 )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def replace_fields(returned: KVBatchMeta, whole: KVBatchMeta) -> KVBatchMeta:
 
 
 def _filled(whole: KVBatchMeta) -> KVBatchMeta:
-    """verl's padding rows are copies of row 0, at its length where a field has no special case: cut them to one token."""
+    """verl's padding rows copy row 0's fields at full length where verl knows no better: cut them to one token."""
     padding = [key for key, tag in zip(whole.keys, whole.tags, strict=True) if tag.get("is_padding")]
     if padding:
         zeros = torch.zeros(len(padding), 1)

@@ -1,4 +1,5 @@
-"""verl's workers on a CPU: a platform for it, verl's own FSDP2 engines under its key, and gloo between ranks.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+"""verl's workers on a CPU: a platform for it, verl's own FSDP2 engine under its key, and gloo between ranks.
 
 Loaded in every process by `VERL_USE_EXTERNAL_MODULES`, before verl asks for a device. Nothing of verl is replaced.
 """
@@ -78,7 +79,6 @@ if "RANK" in os.environ and "MASTER_ADDR" in os.environ and not torch.distribute
     torch.distributed.init_process_group("gloo")
 
 from verl.workers.engine import EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
 
 EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(FSDPEngineWithLMHead)
-EngineRegistry.register(model_type="value_model", backend="fsdp2", device="cpu")(FSDPEngineWithValueHead)

@@ -1,6 +1,8 @@
-"""verl's own worker groups on gloo: its actor and critic workers with FSDP2 engines, two ranks, a model made on the spot.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+"""verl's own worker groups on gloo: its actor workers with FSDP2 engines, and a model made on the spot.
 
-Started as verl's trainer starts them, without a rollout. `Probed` workers also hand out their full weights.
+Started as verl's trainer starts them, without a rollout; they also hand out their full weights. Not the critic's: verl
+loads a value model with flash attention whatever the config says, which a CPU does not have.
 """
 
 import cpu_ranks  # noqa: F401 isort: skip, before verl asks for a device
@@ -14,8 +16,7 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from raggedright.train.models import make_tokenizer
 
@@ -35,21 +36,26 @@ def make_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def engine_settings(prefix: str) -> dict[str, object]:
-    """What an engine needs to run in float32 on a CPU, and plain steps of size 1 so that weights show gradients."""
-    engine = f"{prefix}.fsdp_config" if prefix != "critic" else "critic.fsdp"
+def engine_settings() -> dict[str, object]:
+    """What the engine needs to run in float32 on a CPU, and plain steps of size 1 so that weights show gradients."""
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     return {
-        f"{prefix}.strategy": "fsdp2",
-        f"{engine}.strategy": "fsdp2",
-        f"+{engine}.mixed_precision.param_dtype": "fp32",
-        f"{engine}.use_torch_compile": False,
-        f"{prefix}.use_dynamic_bsz": True,
-        f"{prefix}.ppo_max_token_len_per_gpu": 64,
-        f"{prefix}.optim.lr": 1.0,
-        f"{prefix}.optim.optimizer": "SGD",
-        f"{prefix}.optim.betas": "[0.9,0.99]",
-        f"{prefix}.optim.weight_decay": 0.0,
-        f"{prefix}.optim.clip_grad": 1e9,
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.fsdp_config.strategy": "fsdp2",
+        f"{actor}.fsdp_config.mixed_precision.param_dtype": "fp32",
+        f"{actor}.fsdp_config.use_torch_compile": False,
+        f"{actor}.use_torch_compile": False,
+        f"{actor}.use_dynamic_bsz": True,
+        f"{actor}.ppo_max_token_len_per_gpu": 64,
+        f"{actor}.optim.lr": 1.0,
+        f"{actor}.optim.optimizer": "SGD",
+        f"{actor}.optim.weight_decay": 0.0,
+        f"{actor}.optim.clip_grad": 1e9,
+        f"{model}.use_remove_padding": False,
+        f"{model}.enable_gradient_checkpointing": False,
+        f"{model}.override_config.attn_implementation": "eager",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 64,
     }
 
 
@@ -61,37 +67,11 @@ class ProbedActor(ActorRolloutRefWorker):
         return {name: value.full_tensor() for name, value in self.actor.engine.module.state_dict().items()}
 
 
-class ProbedCritic(TrainingWorker):
-    """verl's training worker, whose weights can be read."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value.full_tensor() for name, value in self.engine.module.state_dict().items()}
-
-
 def start_actor(config: DictConfig, dp_size: int) -> RayWorkerGroup:
     """The actor's ranks, their model made."""
     init = RayClassWithInitArgs(ray.remote(ProbedActor), config=config.actor_rollout_ref, role="actor")
     workers = RayWorkerGroup(_pool(dp_size), init, device_name="cpu")
     workers.init_model()
-    return workers
-
-
-def start_critic(config: DictConfig, dp_size: int) -> RayWorkerGroup:
-    """The critic's ranks, their model made."""
-    critic = omega_conf_to_dataclass(config.critic)
-    critic.engine.infer_max_token_len_per_gpu = critic.engine.max_token_len_per_gpu = 64
-    settings = TrainingWorkerConfig(
-        model_type="value_model",
-        model_config=critic.model,
-        engine_config=critic.engine,
-        optimizer_config=critic.optim,
-        checkpoint_config=critic.checkpoint,
-    )
-    workers = RayWorkerGroup(
-        _pool(dp_size), RayClassWithInitArgs(ray.remote(ProbedCritic), config=settings), device_name="cpu"
-    )
-    workers.reset()
     return workers
 
 

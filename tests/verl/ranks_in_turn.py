@@ -1,9 +1,10 @@
-"""verl's update with its ranks one after another in this process, in float64: its iterator, its micro-batches, its losses.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+"""verl's update with its ranks one after another in this process, in float64: its iterator, micro-batches and losses.
 
-What `TrainingWorker.train_mini_batch` and the FSDP engine do around a model, without a model's engine: the model here is a
-table of logits by token, and one of values. verl's own functions cut mini-batches (`make_iterator`) and micro-batches
-(`prepare_micro_batches`), and join metrics (`Metric.aggregate_dp`, `reduce_metrics`); gradients are averaged over ranks as
-FSDP does.
+What `TrainingWorker.train_mini_batch` and the FSDP engine do around a model, without a model's engine: the model here
+is a table of logits by token, and one of values. verl's own functions cut mini-batches (`make_iterator`) and
+micro-batches (`prepare_micro_batches`), and join metrics (`Metric.aggregate_dp`, `reduce_metrics`); gradients are
+averaged over ranks as FSDP does.
 """
 
 from collections.abc import Callable, Sequence

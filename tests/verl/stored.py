@@ -1,4 +1,5 @@
-"""Rows in a real TransferQueue as verl's agent loop leaves them there, and a trainer with verl's own config over them."""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+"""Rows in a real TransferQueue as verl's agent loop leaves them, and a trainer with verl's own config over them."""
 
 import copy
 import uuid
@@ -132,7 +133,8 @@ def _row(prompt_len: int, response_len: int, reward: float, kind: str, generator
         experts = torch.randint(8, (prompt_len + response_len, 2, 3), generator=generator).numpy()
     output = AgentLoopOutput(
         prompt_ids=draw[:prompt_len].tolist(), response_ids=draw[prompt_len:].tolist(), response_mask=mask,
-        response_logprobs=log_probs, reward_score=reward, num_turns=2, metrics=AgentLoopMetrics(), routed_experts=experts,
+        response_logprobs=log_probs, reward_score=reward, num_turns=2, metrics=AgentLoopMetrics(),
+        routed_experts=experts,
         extra_fields={"reward_extra_info": {}, "min_global_steps": 0, "max_global_steps": 0},
     )  # fmt: skip
     row = output.as_dict()

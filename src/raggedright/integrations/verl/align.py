@@ -10,6 +10,7 @@ step. The surprise: a step may hold part of a prompt, since whole prompts would 
 ranks.
 """
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from raggedright.arrays import Ints
 from raggedright.integrations.verl.options import VerlLossAgg
-from raggedright.plan.cut import Step, deal_to_ranks
+from raggedright.plan.cut import Step
 from raggedright.plan.deal import deal_rows, num_steps
 from raggedright.plan.layout import Layout, LossAgg
 from raggedright.plan.micro_batches import row_costs
@@ -99,7 +100,7 @@ def _steps(rows: Rows, lengths: Ints, layout: Layout, grid: Grid, multiple: int 
         row = np.append(row, first_padding + np.arange(missing))
         first_padding += missing
         length = np.append(lengths, np.full(first_padding - len(rows), layout.min_row_tokens))[row]
-        ranks = deal_to_ranks(row, row_costs(length, layout), grid.dp_size, first_rank=0)
+        ranks = _level(row, row_costs(length, layout), grid.dp_size)
         steps.append(_one_slot(ranks).weighed(weights))
     return tuple(steps)
 
@@ -114,6 +115,21 @@ def _deal(rows: Rows, count: int, layout: Layout) -> Ints:
     places = np.append(behind, np.tile(np.arange(count), -(-len(without) // count)))
     step[without[np.argsort(rows.order[without])]] = places[: len(without)]
     return step
+
+
+def _level(row: Ints, costs: Ints, dp_size: int) -> list[Ints]:
+    """Rows (in descending cost) to ranks in equal numbers, each to the rank with the least so far that has room."""
+    room = len(row) // dp_size
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    least = [(0, dp_rank) for dp_rank in range(dp_size)]
+    for position, cost in zip(row.tolist(), costs.tolist(), strict=True):
+        load, dp_rank = least[0]
+        ranks[dp_rank].append(position)
+        if len(ranks[dp_rank]) < room:
+            heapq.heapreplace(least, (load + cost, dp_rank))
+        else:
+            heapq.heappop(least)
+    return [np.array(rank, dtype=np.int64) for rank in ranks]
 
 
 def _one_slot(ranks: list[Ints]) -> Step:

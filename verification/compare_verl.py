@@ -67,6 +67,12 @@ def sizes(batch_size: int, mini_batch_size: int, n: int = 2, **settings: object)
     }
 
 
+def norm_keys(sessions: Sessions, mode: str) -> dict[str, object]:
+    """The mode, and as norm mode's constant what verl divides by where a batch is not cut: its longest response."""
+    longest = max(response for _, _, lengths, _ in sessions for _, response in lengths)
+    return {"actor_rollout_ref.actor.loss_agg_mode": mode, "data.max_response_length": longest}
+
+
 TWENTY = sessions_of([4, 1, 3, 2, 2, 4, 1, 3])
 
 
@@ -74,14 +80,14 @@ def compare_gradients(folder: Path) -> Iterator[Line]:
     """20 rows where a mini-batch has 32, on 4 ranks: verl adds 12 rows of padding and divides by 32."""
     for role in ("actor", "critic"):
         for mode in MODES:
-            keys = sizes(16, 16, **{"actor_rollout_ref.actor.loss_agg_mode": mode})
+            keys = sizes(16, 16, **norm_keys(TWENTY, mode))
             errors = [
                 max(gradient_errors(train_with(trainer, TWENTY, folder, dp_size=4, role=role, **keys), mode, role=role))
                 for trainer in BOTH
             ]
             yield Line(f"gradient error, {role}, {mode}, 20 real rows of 32", errors[0], errors[1], 0.0)
     whole = sessions_of([4] * 8)
-    keys = sizes(16, 16, **{"actor_rollout_ref.actor.loss_agg_mode": MODES[-1]})
+    keys = sizes(16, 16, **norm_keys(whole, MODES[-1]))
     errors = [
         max(gradient_errors(train_with(trainer, whole, folder, dp_size=4, **keys), MODES[-1], max_tokens=50))
         for trainer in BOTH
@@ -118,7 +124,7 @@ def compare_padding_alone(folder: Path) -> Iterator[Line]:
     keys = sizes(4, 1, **{"critic.enable": True, "critic.ppo_mini_batch_size": 4})
     trained = [train_with(trainer, sessions_of([2, 1]), folder, dp_size=2, **keys) for trainer in BOTH]
     yield Line("optimizer steps on padding alone, 3 rows", *(alone(one) for one in trained), 0)
-    yield Line("weights that move in such a step, of the step before (AdamW)", moved(), 0.0, 0.0)
+    yield Line("weights that move in such a step, of the step before (AdamW)", moved(), 0.0, 0.0)  # there is none
 
 
 def compare_metrics(folder: Path) -> Iterator[Line]:

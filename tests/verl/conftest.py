@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,9 @@ def queue() -> Iterator[None]:
     import transfer_queue as tq
     from omegaconf import OmegaConf
 
+    # Workers find these modules, and a device, before they import verl.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_ranks"
     ray.init(address="local", num_cpus=8, num_gpus=2, include_dashboard=False, object_store_memory=256 * 2**20)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     yield

@@ -165,7 +165,7 @@ def command(folder: Path, rounds: int, settings: Mapping[str, object]) -> list[s
         f"{rollout}.n": SESSIONS,
         f"{rollout}.tensor_model_parallel_size": DP,
         f"{rollout}.dtype": "float32",
-        f"{rollout}.agent.num_workers": 1,
+        f"{rollout}.agent.num_workers": 2,
         f"{rollout}.agent.default_agent_loop": "compaction",
     } | dict(settings)
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in values.items())]

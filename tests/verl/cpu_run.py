@@ -169,3 +169,22 @@ def command(folder: Path, rounds: int, settings: Mapping[str, object]) -> list[s
         f"{rollout}.agent.default_agent_loop": "compaction",
     } | dict(settings)
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in values.items())]
+
+
+def main(folder: str, rounds: str, *settings: str) -> None:
+    """Print what a run trained on, round by round; `trainer.v1.trainer_mode=sync` is verl without the plug-in."""
+    out = Path(folder).resolve()
+    out.mkdir(parents=True)
+    given = dict(setting.split("=", 1) for setting in settings)
+    steps = 0
+    for number, of_round in enumerate(run_verl(out, rounds=int(rounds), settings=given, timeout=1e5), start=1):
+        taken = int(of_round["actor/engine/optimizer_steps_max"]) - steps
+        steps += taken
+        rows, real = (round(of_round[f"actor/engine/{what}"] * DP * taken) for what in ("rows", "loss_rows"))
+        tokens = int(of_round["perf/total_num_tokens"])
+        score = of_round["critic/score/mean"]
+        print(f"round {number}: {real} rows + {rows - real} padding, {tokens} tokens, {taken} steps, score {score:.3f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -74,6 +74,6 @@ def total(of_round: dict[str, float], what: str) -> int:
 
 
 def test_the_score_rises(metrics: list[dict[str, float]]) -> None:
-    """Twelve rounds, measured: 0.15, 0.18, 0.21, 0.22, 0.21, 0.27, 0.29, 0.35, 0.34, 0.31, 0.38, 0.46."""
+    """The margin was set after two runs of this seed, whose last two of seven rounds were 0.12 and 0.17 above the first."""
     scores = [of_round["critic/score/mean"] for of_round in metrics]
     assert np.mean(scores[-2:]) > np.mean(scores[:2]) + 0.05, scores

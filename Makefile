@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster pages scale-page clean
+.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl compare-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster pages scale-page clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -30,8 +30,11 @@ test: .venv/installed lint ## lint, types and every test that is not slow
 test-slow: runs/models/SmolLM2-135M-Instruct/config.json test-verl ## the few tests that need minutes
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
 
-test-verl: .venv-verl/installed ## agreement with verl's own functions, in an environment of its own
+test-verl: .venv-verl/installed ## agreement with verl, and the plug-in in it, in an environment of its own
 	PYTHONPATH=src .venv-verl/bin/python -m pytest -q tests/verl
+
+compare-verl: .venv-verl/installed ## verl without the plug-in and with it, on the same batch; writes docs/verl-comparison.md
+	PYTHONPATH=src:tests/verl .venv-verl/bin/python verification/compare_verl.py $(ARGS)
 
 check-full: .venv/installed ## the exactness check over every combination (hours; `raggedright check` takes a minute)
 	$(BIN)/raggedright check --full
@@ -82,6 +85,7 @@ runs/models/SmolLM2-135M-Instruct/config.json: | .venv/installed
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install -q -c constraints-verl.txt torch==2.13.0
 	.venv-verl/bin/pip install -q -c constraints-verl.txt verl==0.9.1 pytest hypothesis
+	.venv-verl/bin/pip install -q -c constraints-verl.txt TransferQueue==0.1.11 cachetools fastapi uvicorn pydantic-settings tomli-w
 	touch $@
 
 .venv-trl/installed: constraints-trl.txt

@@ -1,0 +1,1 @@
+"""raggedright inside other trainers, by their own extension points."""

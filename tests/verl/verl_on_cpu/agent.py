@@ -1,0 +1,62 @@
+# pyright: reportMissingImports=false
+"""raggedright's compaction agent as one of verl's agent loops: a session emits one to four trajectories.
+
+Its reward goes to every trajectory of the session, as verl does with what its reward loop computes.
+"""
+
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+from raggedright.agents.compaction import compact
+from raggedright.agents.session import Session, Task
+from raggedright.agents.settings import RolloutSettings
+from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.store.protocol import SessionKey
+
+
+@register("compaction")
+class CompactionLoop(AgentLoopBase):
+    """One session of the agent, with verl's servers behind it."""
+
+    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> list[AgentLoopOutput]:
+        """All trajectories of a session, with its reward on each."""
+        steps: set[int] = set()
+
+        async def generate(request: Request) -> Generation:
+            made = await self.server_manager.generate(
+                request_id=f"{fields['uid']}/{fields['session_id']}",
+                prompt_ids=[*request.ids],
+                sampling_params={**sampling_params, "max_tokens": request.sampling.max_tokens, "noise": request.noise},
+            )
+            steps.add(made.extra_fields["global_steps"])
+            return Generation(made.token_ids, made.log_probs, "stop", made.extra_fields["global_steps"])
+
+        length = self.rollout_config.prompt_length + self.rollout_config.response_length
+        session = Session(
+            Task(uid=fields["uid"], data=fields["extra_info"]),
+            SessionKey(fields["global_steps"], str(fields["index"]), fields["session_id"]),
+            tokenizer=self.tokenizer,
+            settings=RolloutSettings(
+                sampling=Sampling(max_tokens=self.rollout_config.response_length), max_row_tokens=length
+            ),
+            generate=generate,
+            context_tokens=length,
+        )
+        reward = await compact(session.task, session)
+        versions = {"min_global_steps": min(steps), "max_global_steps": max(steps)}
+        return [_output(row.fields, row.prompt_tokens, reward, versions) for row in session.rows()]
+
+
+def _output(fields: Any, prompt_tokens: int, reward: float, versions: dict[str, int]) -> AgentLoopOutput:
+    ids = fields["input_ids"].tolist()
+    return AgentLoopOutput(
+        prompt_ids=ids[:prompt_tokens],
+        response_ids=ids[prompt_tokens:],
+        response_mask=fields["response_mask"].tolist(),
+        response_logprobs=fields["rollout_log_probs"].tolist(),
+        reward_score=reward,
+        num_turns=2,
+        metrics=AgentLoopMetrics(),
+        extra_fields={"reward_extra_info": {}, **versions},
+    )

@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """The installed verl has what the plug-in uses; one that lacks a hook is refused in one clear sentence."""
 
+import sys
+
 import pytest
 
 from raggedright.integrations.verl import contract
@@ -42,3 +44,20 @@ def test_a_worker_that_does_not_read_our_settings_is_refused(monkeypatch):
 def test_other_versions_are_named(monkeypatch):
     monkeypatch.setattr(contract, "VERL_VERSIONS", ("0.8.0",))
     assert contract.untested_versions() == ["verl 0.9.1 is installed; the plug-in was tested with 0.8.0"]
+
+
+def test_importing_the_plug_in_replaces_nothing_of_verl():
+    """So verl's own tests cannot come out otherwise: it adds three trainers and one estimator to registries."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    modes = {"sync", "colocate_async", "separate_async"}
+    assert set(TRAINER_REGISTRY) == modes | {f"raggedright_{mode}" for mode in modes}
+    assert set(ADV_ESTIMATOR_REGISTRY) - {member.value for member in AdvantageEstimator} == {"raggedright_sessions"}
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "verl"]
+    assert len(modules) > 100
+    for module in modules:
+        for name, value in vars(module).items():
+            members = [value, *vars(value).values()] if isinstance(value, type) else [value]
+            for member in members:
+                assert not str(getattr(member, "__module__", "")).startswith("raggedright"), f"{module.__name__}.{name}"

@@ -173,6 +173,18 @@ def test_metrics_of_the_loss_are_means_over_real_tokens(mini_batch_size):
     assert metrics["actor/pg_clipfrac"] == pytest.approx(float(torch.cat(clipped).double().mean()), rel=1e-6)
 
 
+def test_rollout_correction_weights_stay_in_the_loss():
+    _, fields, ranks, info = planned(make_rows(), Grid(dp_size=2, mini_batch_size=4, loss_agg="seq-mean-token-mean"))
+    for row in fields:
+        row["rollout_is_weights"] = 0.5 + row["values"].abs()
+    model, config = Model(), actor_config()
+    loss = partial(losses.weighted_policy_loss, config)
+    (found,), _ = update(model, ranks, loss, num_mini_batch=1, info=info)
+    corrected = [{**row, "advantages": row["advantages"] * row["rollout_is_weights"]} for row in fields]
+    weights = [float(row[losses.ACTOR_WEIGHT]) for row in fields]
+    assert error(found, reference_gradient(model, corrected, weights, actor_row_loss(config))) < 1e-7
+
+
 def test_bypass_mode_takes_weights_by_the_advantage():
     """Its own rollout correction stays verl's; with neither weights nor rejection it is the clipped objective."""
     correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}

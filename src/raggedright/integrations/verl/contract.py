@@ -50,7 +50,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "transfer_queue:kv_batch_get": ("keys", "partition_id", "select_fields"),
     "transfer_queue:kv_batch_put": ("keys", "partition_id", "fields", "tags"),
     "transfer_queue:get_client": (),
-    "transfer_queue.controller:TransferQueueController": (),
+    "transfer_queue.controller:TransferQueueController.get_partition_snapshot": (),
     "transfer_queue:KVBatchMeta.select_keys": ("self", "keys_to_select"),
 }
 WORKER_READS = ("num_mini_batch", "mini_batch_size", "epochs", "dataloader_kwargs")

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -86,4 +86,4 @@ def _partition(batch: KVBatchMeta) -> str:
 
 def _plain(value: object) -> object:
     """What was stored, out of tensordict's wrapping."""
-    return getattr(value, "data", value) if not isinstance(value, Tensor) else value
+    return value.data if isinstance(value, NonTensorData) else value

@@ -82,7 +82,7 @@ def test_a_command_of_a_page_is_accepted(page: str, line: str, folder: Path) -> 
 @pytest.mark.parametrize("line", [line for page, line in commands() if page == "README.md" and "raggedright" in line])
 def test_the_readmes_commands_run_to_their_end(line: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True, timeout=400
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -90,7 +90,7 @@ def test_the_readmes_commands_run_to_their_end(line: str) -> None:
 def test_the_readmes_picture_is_what_its_command_draws() -> None:
     line = next(line for _, line in commands() if line.startswith("raggedright plan examples/rows.jsonl"))
     command = [sys.executable, "-m", *shlex.split(line.replace("--compare", "--format svg"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.stdout == (ROOT / "docs" / "plan.svg").read_text()
 
 
@@ -99,6 +99,14 @@ def test_links_lead_to_something(page: Path) -> None:
     targets = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     local = [target for target in targets if target and ":" not in target]
     assert [target for target in local if not os.path.exists(page.parent / target)] == []
+
+
+def test_every_file_that_contributing_says_to_open_is_there() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| to change |")[2]
+    paths = [path for path in re.findall(r"`([\w*./]+)`", table) if path.endswith((".py", "/")) or "*" in path]
+    assert len(paths) > 60
+    roots = (ROOT, ROOT / "src" / "raggedright", ROOT / "tests" / "unit")
+    assert [path for path in paths if not any([*root.glob(path.rstrip("/"))] for root in roots)] == []
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

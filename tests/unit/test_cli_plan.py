@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from raggedright.cli import main
+
 VERIFICATION = ("--dp", "2", "--batch-size", "45", "--mini-batch-size", "15", "--rollout-n", "8")
 
 
@@ -176,3 +178,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(rows_file):
     command = f"{sys.executable} -m raggedright plan {rows_file} {' '.join(VERIFICATION)} --format json | head -c 10"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_prompts_than_the_batch_has_are_told_of(capsys: pytest.CaptureFixture[str]):
+    options = ["--dp", "2", "--batch-size", "2", "--mini-batch-size", "2", "--rollout-n", "4"]
+    assert main(["plan", str(Path(__file__).parents[2] / "examples" / "rows.jsonl"), *options]) == 0
+    assert "has 6 prompts and --batch-size is 2" in capsys.readouterr().err

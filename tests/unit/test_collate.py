@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raggedright import Layout, Rows, RowsError, make_plan
+from raggedright import ConfigError, Layout, Rows, RowsError, make_plan
 from raggedright.check.made_up import make_up
 from raggedright.check.models import load_model
 from raggedright.check.reference import row_outputs
@@ -172,3 +172,11 @@ def test_prompts_and_responses_stand_for_input_ids():
     rows = rows_of((2, 1))
     fields = [{"prompts": torch.tensor([4, 5]), "responses": torch.tensor([6]), "response_mask": torch.ones(1)}]
     assert collate(Collator(how="packed", token_id=0), rows, fields).inputs["input_ids"].tolist() == [[4, 5, 6]]
+
+
+def test_a_collator_that_disagrees_with_the_plan_is_refused():
+    rows = Rows.from_columns(prompt=["p"], session=[0], trajectory=[0], prompt_tokens=[2], response_tokens=[3])
+    fields = fields_of(rows)
+    plan = make_plan(rows, Layout(dp_size=1, batch_size=1, mini_batch_size=1))
+    with pytest.raises(ConfigError, match="collate packed, min_row_tokens 2 and the Collator is for padded, 2"):
+        TensorBatch.of(plan, fields, infer_schema(rows, fields), Collator(how="padded", token_id=0))

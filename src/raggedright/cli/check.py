@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -70,6 +71,10 @@ def run(args: argparse.Namespace) -> None:
         from raggedright.check.run import has_experts
     except ModuleNotFoundError as error:
         raise ConfigError(f"check needs {error.name}; pip install 'raggedright[train]'") from None
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # a critic's new head is no news
     models = args.model or list(BUILTIN)
     options = choices(models, args.dp, args.dtype or DTYPES)
     with_critic = [model for model in models if has_critic(model)]
@@ -139,7 +144,7 @@ def _print_table(results: "list[Result]", console: Console) -> None:
     for (model, dtype, align), group in sorted(groups.items()):
         padding = [result.padding_rows for result in group]
         table.add_row(
-            model,
+            Path(model).resolve().name,
             dtype,
             align,
             str(len(group)),

@@ -6,22 +6,12 @@ The surprise: tokens that stand for images are no text. The policy gives them pr
 training alike; a model that sampled one would owe it an image.
 """
 
-from typing import Protocol
-
 import torch
 
 from raggedright.errors import ConfigError
 from raggedright.tensors.schema import Fields
 
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-
-
-class VisionConfig(Protocol):
-    """What the size of the smallest image depends on."""
-
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
 
 
 def has_vision(config: object) -> bool:

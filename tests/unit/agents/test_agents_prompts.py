@@ -123,3 +123,8 @@ def test_a_source_that_is_wrong_is_told(source, message):
 def test_a_function_that_returns_no_mapping_is_told():
     with pytest.raises(ConfigError, match=r"wrong\(4, 9\) returned a list; it takes a mapping"):
         load_tasks("unit.agents.made_up_tasks:wrong", seed=9).of_round(2, 2)
+
+
+def test_a_function_of_other_arguments_makes_no_tasks():
+    with pytest.raises(ConfigError, match=r"too many positional arguments; it takes a function of \(index, seed\)"):
+        load_tasks("builtins:callable", seed=0)

@@ -42,9 +42,10 @@ def test_ctrl_c_on_ray_ends_the_run_cleanly_and_the_local_launcher_goes_on_with_
     """With SQLite, since all ranks are on one node: so the sessions in the store are there for the other launcher."""
     config = make_run(tmp_path / "run", {"parallel": {"dp": 2}, "store": {"backend": "sqlite", "keep_rounds": ROUNDS}})
     process = start(config.out, "--launcher", "ray")
-    deadline = time.monotonic() + 240
-    while not (config.out / "checkpoints" / f"round-{HELD_ROUND - 1:06}").exists() and time.monotonic() < deadline:
+    first, deadline = config.out / "checkpoints" / f"round-{HELD_ROUND - 1:06}", time.monotonic() + 400
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert first.exists(), end(process, 0)
     time.sleep(2)  # into the held round
     os.killpg(process.pid, signal.SIGINT)
     out, err = end(process)

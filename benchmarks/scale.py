@@ -2,7 +2,7 @@
 
     make scale-page                                  # two minutes; writes docs/scale.md
 
-Plans, digests and ledgers of every size are really made. What a rank receives is really listed, pickled and read back,
+Plans, digests and ledgers of every size are really made. What a rank receives is really listed, packed and read back,
 for `SEALED_ROWS` rows, and multiplied: each of these is linear in rows. What no machine here can run (links between
 thousands of ranks) is arithmetic, and the page says so.
 """
@@ -11,7 +11,7 @@ import gc
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import pairwise
@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_obj
 
 from raggedright import Layout, Rows, close_ledger, make_plan
 from raggedright.plan.deal import lcm_multiple
-from raggedright.store.protocol import NewRow, SessionKey
+from raggedright.store.listing import entries_of, listing_of
+from raggedright.store.protocol import NewRow, NewSession, SessionEntry, SessionKey
 from raggedright.store.rows import rows_of
 from raggedright.store.sqlite import SqliteStore
 from raggedright.train.passes import TokenTable
@@ -109,19 +110,19 @@ def plan_cost(rows: Rows, dp_size: int) -> PlanCost:
 def seal_cost(folder: Path) -> SealCost:
     """A listing of `SEALED_ROWS` rows out of a SQLite store, sent as `World.from_first` sends it."""
     rows = made_up_rows(SEALED_ROWS)
-    with SqliteStore(folder / "rows.db") as store, store.together():
+    with SqliteStore(folder / "rows.db") as store:
         _put(store, rows, lambda tokens, response: {"input_ids": torch.zeros(0, dtype=torch.int64)})
     with SqliteStore(folder / "rows.db") as store:
-        found: list[object] = []
+        found: list[Sequence[SessionEntry]] = []
         listed = seconds_of(lambda: found.append(store.list(round=0)))
     entries = found[0]
     sent: list[object] = []
-    packed = seconds_of(lambda: sent.append(_object_to_tensor(entries, torch.device("cpu"), None)))
+    packed = seconds_of(lambda: sent.append(_object_to_tensor(listing_of(entries), torch.device("cpu"), None)))
     tensor, size = sent[0]  # pyright: ignore[reportGeneralTypeIssues]
-    read = seconds_of(lambda: _tensor_to_object(tensor, size, None))
+    read = seconds_of(lambda: entries_of(_tensor_to_object(tensor, size, None)))
     gc.collect()
     tracemalloc.start()
-    copy = _tensor_to_object(tensor, size, None)
+    copy = entries_of(_tensor_to_object(tensor, size, None))
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     made = seconds_of(lambda: rows_of(copy))
@@ -131,7 +132,7 @@ def seal_cost(folder: Path) -> SealCost:
 def stored_bytes(folder: Path) -> tuple[float, float]:
     """Bytes of a row in a SQLite file, and tokens of a row, with the fields that the shipped agents write."""
     rows = made_up_rows(STORED_ROWS)
-    with SqliteStore(folder / "stored.db") as store, store.together():
+    with SqliteStore(folder / "stored.db") as store:
         _put(
             store,
             rows,
@@ -145,10 +146,11 @@ def stored_bytes(folder: Path) -> tuple[float, float]:
 
 
 def _put(store: SqliteStore, rows: Rows, fields: Callable[[int, int], dict[str, torch.Tensor]]) -> None:
-    """Rows with the tags that agents give them, session by session."""
+    """Rows with the tags that agents give them, a thousand sessions at a time."""
     tags = {"role": "agent", "reward": None, "finish_reason": "stop", "weight_version": 0, "metric/exact_match": 1.0}
     prompt, response = rows.prompt_tokens.tolist(), rows.response_tokens.tolist()
     starts = [*np.flatnonzero(np.diff(rows.session_index, prepend=-1)).tolist(), len(rows)]
+    sessions: list[NewSession] = []
     for start, end in pairwise(starts):
         new = [
             NewRow(
@@ -157,7 +159,10 @@ def _put(store: SqliteStore, rows: Rows, fields: Callable[[int, int], dict[str, 
             )
             for i in range(start, end)
         ]  # fmt: skip
-        store.put(SessionKey(0, rows.prompt[start], int(rows.session[start])), new, score=0.5)
+        sessions.append(NewSession(SessionKey(0, rows.prompt[start], int(rows.session[start])), new, score=0.5))
+        if len(sessions) == 1_000 or end == len(rows):
+            store.put_all(sessions)
+            sessions = []
 
 
 def table_bytes(rows: Rows) -> float:

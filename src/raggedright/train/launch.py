@@ -7,7 +7,6 @@ and the launcher waits for them; a second one ends all at once. Ranks talk over 
 import logging
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
-from raggedright.train.rank import run_rank
-from raggedright.train.stop import STOP_FILE
-from raggedright.train.world import TrainError, num_threads
-
-LOGS_FOLDER = "logs"
+from raggedright.train.rank import LOGS_FOLDER, run_rank
+from raggedright.train.stop import STOP_FILE, ask_to_stop
+from raggedright.train.world import TrainError, loopback, num_threads
 
 
 def launch(config: Config) -> None:
@@ -66,18 +63,6 @@ def launch(config: Config) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
         (config.out / STOP_FILE).unlink(missing_ok=True)
-
-
-def loopback() -> str:
-    """The name of the interface that reaches this machine alone."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def ask_to_stop(folder: Path) -> None:
-    """The first Ctrl-C is passed on to the ranks, the second ends all."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    (folder / STOP_FILE).touch()
-    print("\nending the run; Ctrl-C again ends it at once", file=sys.stderr, flush=True)
 
 
 def _last_words(error: ChildFailedError, logs: Path) -> str:

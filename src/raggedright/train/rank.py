@@ -16,6 +16,7 @@ from raggedright.train.loop import train
 from raggedright.train.world import join_world
 
 CONFIG_FILE = "config.toml"
+LOGS_FOLDER = "logs"
 PR_SET_PDEATHSIG = 1
 
 

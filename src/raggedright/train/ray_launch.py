@@ -24,12 +24,12 @@ from raggedright.config.schema import Config
 from raggedright.store.protocol import StoreError
 from raggedright.store.ray_node import join_ray
 from raggedright.train.follow import Follower, Lines
-from raggedright.train.launch import LOGS_FOLDER, ask_to_stop, loopback
+from raggedright.train.rank import LOGS_FOLDER
 from raggedright.train.ray_failures import FAILURES_FILE, FailureLog, failed_run
 from raggedright.train.ray_rank import run_on_ray
 from raggedright.train.ray_store import Keeper
-from raggedright.train.stop import STOP_FILE
-from raggedright.train.world import TrainError, group_timeout
+from raggedright.train.stop import STOP_FILE, ask_to_stop
+from raggedright.train.world import TrainError, group_timeout, loopback
 
 RAY_FOLDER = "ray"
 LOOK_SECONDS = 0.2

@@ -6,6 +6,7 @@ sessions that run are cancelled, a round that trains is finished. A second signa
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,13 @@ from types import FrameType
 
 STOP_FILE = "stop"
 POLL_SECONDS = 0.2
+
+
+def ask_to_stop(folder: Path) -> None:
+    """For a launcher: the first Ctrl-C is passed on to the ranks, the second ends all."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    (folder / STOP_FILE).touch()
+    print("\nending the run; Ctrl-C again ends it at once", file=sys.stderr, flush=True)
 
 
 class Stop:

@@ -4,6 +4,7 @@ With one rank there is no process group and nothing is sent. Every rank calls th
 """
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,6 +117,11 @@ def _form_group(config: Config, backend: str) -> None:
 def group_timeout(config: Config) -> timedelta:
     """How long ranks wait for each other."""
     return timedelta(seconds=_longest_rollout(config) + PATIENCE)
+
+
+def loopback() -> str:
+    """The name of the interface that reaches this machine alone."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def num_threads(config: Config) -> int:

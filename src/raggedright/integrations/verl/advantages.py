@@ -128,7 +128,7 @@ def session_advantages(
 
 def _session_rewards(of_row: Tensor, sessions: SessionRows) -> Tensor:
     """The last trajectory's reward; where KL is in the rewards, its penalty over all rows of the session."""
-    last, session = torch.from_numpy(sessions.last), torch.from_numpy(sessions.session)
+    last, session = torch.tensor(sessions.last), torch.tensor(sessions.session)  # copies: these arrays are read-only
     rewards = of_row.cpu()
     if sessions.scores is None:
         return rewards[last]

@@ -24,6 +24,9 @@ OTHERS = {
     "touch": "a shell",
     ".": "a shell",
     "pip": "a fresh environment",
+    "export": "a shell",
+    "python": "tests/verl/test_end_to_end.py",
+    "VERL_USE_EXTERNAL_MODULES=raggedright.integrations.verl": "tests/verl/test_end_to_end.py",
     "git": "a fresh clone",
 }
 
@@ -51,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the clone's files that pages name, in which nothing of the clone is written."""
     for part in ("configs", "examples"):
         (tmp_path / part).symlink_to(ROOT / part)
+    (tmp_path / "my.toml").write_text((ROOT / "configs" / "compaction.toml").read_text())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -79,7 +83,9 @@ def test_a_command_of_a_page_is_accepted(page: str, line: str, folder: Path) -> 
         assert program in OTHERS, f"{page}: say in OTHERS who runs {line!r}"
 
 
-@pytest.mark.parametrize("line", [line for page, line in commands() if page == "README.md" and "raggedright" in line])
+@pytest.mark.parametrize(
+    "line", [line for page, line in commands() if page == "README.md" and line.startswith("raggedright ")]
+)
 def test_the_readmes_commands_run_to_their_end(line: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True, timeout=400

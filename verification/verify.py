@@ -10,6 +10,7 @@ Writes docs/verification.md (the table) and docs/verification.svg, or docs/invar
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,24 +86,58 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What a run learnt, by its events."""
+
+    events: RunEvents
+    scores: list[float]
+    exact: list[float]
+
+    @classmethod
+    def of(cls, events: RunEvents) -> "Learning":
+        return cls(events, curve(events, "critic/score/mean"), curve(events, "session/exact_match/mean"))
+
+    @property
+    def has_learnt(self) -> bool:
+        """It began knowing nothing, and ended knowing it."""
+        return self.scores[0] < START and mean(self.scores[-FEW:]) >= END
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Of a table: the score of the first round, score and exact match of the last few."""
+        return f"{self.scores[0]:.3f}", f"{mean(self.scores[-FEW:]):.3f}", f"{mean(self.exact[-FEW:]):.3f}"
+
+    @property
+    def rows_cell(self) -> str:
+        """Of a table: the fewest and most rows of a round."""
+        rows = [round.rows or 0 for round in self.events.rounds]
+        return f"{min(rows):,}-{max(rows):,}"
+
+    @property
+    def learnt_cell(self) -> str:
+        return "yes" if self.has_learnt else "NO"
+
+    def panel(self, name: str) -> Panel:
+        return Panel(name, {"score": self.scores, "exact match": self.exact})
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
 def verify(jobs: list[Job]) -> bool:
     """Run them, write the table and the picture; whether each one learnt."""
-    lines, panels, learnt = [], [], True
-    for job in jobs:
-        events = run(job, RUNS)
-        scores, exact = curve(events, "critic/score/mean"), curve(events, "session/exact_match/mean")
-        first, last = scores[0], mean(scores[-FEW:])
-        good = first < START and last >= END
-        learnt &= good
-        rows = [round.rows or 0 for round in events.rounds]
-        of_session = curve(events, "rows_per_session/mean")[-1]
-        steps = sum(round.optimizer_steps or 0 for round in events.rounds)
-        lines.append(
-            f"| {job.name} | {first:.3f} | {last:.3f} | {mean(exact[-FEW:]):.3f} | {min(rows):,}-{max(rows):,} | "
-            f"{of_session:.2f} | {steps:,} | {'yes' if good else 'NO'} |"
+    runs = {job.name: Learning.of(run(job, RUNS)) for job in jobs}
+    rows = []
+    for name, learning in runs.items():
+        of_session = curve(learning.events, "rows_per_session/mean")[-1]
+        steps = sum(round.optimizer_steps or 0 for round in learning.events.rounds)
+        rows.append(
+            (name, *learning.cells, learning.rows_cell, f"{of_session:.2f}", f"{steps:,}", learning.learnt_cell)
         )
-        panels.append(Panel(job.name, {"score": scores, "exact match": exact}))
-    table = "\n".join([f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD), *lines])
+    table, panels = markdown(HEAD, rows), [learning.panel(name) for name, learning in runs.items()]
     print(table)
     if jobs == list(JOBS):
         text = TEXT.format(table=table, start=START, end=END)
@@ -110,7 +145,7 @@ def verify(jobs: list[Job]) -> bool:
         title = "Score and exact match by round, dp 2, 45 prompts x 8 sessions, mini-batches of 15"
         (DOCS / "verification.svg").write_text(draw(panels, columns=3, title=title))
         print(f"written: {DOCS / 'verification.md'}, {DOCS / 'verification.svg'}")
-    return learnt
+    return all(learning.has_learnt for learning in runs.values())
 
 
 TEXT = """\

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from curves import Panel, draw
+from curves import draw
 from raggedright.rollout.local import LocalEngine
 from raggedright.rollout.protocol import Generation, Request, Sampling
 from raggedright.rows import Rows
@@ -22,7 +22,7 @@ from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator
 from raggedright.tensors.forward import forward_log_probs
 from raggedright.tensors.routing import Routers, fill_up, find_routers
-from verify import DOCS, END, FEW, RUNS, START, Job, curve, mean, run
+from verify import DOCS, END, FEW, RUNS, START, Job, Learning, curve, markdown, mean, run
 
 SEEDS = (101, 102, 103)
 JOBS = tuple(Job(f"experts, seed {seed}", config="experts", options=("--seed", str(seed))) for seed in SEEDS)
@@ -36,33 +36,21 @@ GAP_HEAD = ("model of", "tokens", "mean gap, replay", "mean gap, none", "99 %, r
 
 def verify() -> bool:
     """Run them, write the tables and the picture; whether each one learnt."""
-    lines, gaps, panels, learnt = [], [], [], True
-    for job in JOBS:
-        events = run(job, RUNS)
-        scores, exact = curve(events, "critic/score/mean"), curve(events, "session/exact_match/mean")
-        first, last = scores[0], mean(scores[-FEW:])
-        good = first < START and last >= END
-        learnt &= good
-        rows = [round.rows or 0 for round in events.rounds]
-        loads = [mean(curve(events, name)[-FEW:]) for name in LOADS]
-        lines.append(
-            f"| {job.name} | {first:.3f} | {last:.3f} | {mean(exact[-FEW:]):.3f} | {min(rows):,}-{max(rows):,} | "
-            f"{loads[0]:.2f} | {loads[1]:.2f} | {loads[2]:.3f} | {'yes' if good else 'NO'} |"
-        )
-        gaps.append(f"| {job.name.split(', ')[1]} | {measure_gap(job.folder(RUNS))} |")
-        panels.append(Panel(job.name, {"score": scores, "exact match": exact}))
-    table, gap_table = _table(HEAD, lines), _table(GAP_HEAD, gaps)
+    runs = {job.name: Learning.of(run(job, RUNS)) for job in JOBS}
+    rows = []
+    for name, learning in runs.items():
+        loads = [f"{mean(curve(learning.events, load)[-FEW:]):.3g}" for load in LOADS]
+        rows.append((name, *learning.cells, learning.rows_cell, *loads, learning.learnt_cell))
+    gaps = [(job.name.split(", ")[1], *measure_gap(job.folder(RUNS)).cells) for job in JOBS]
+    table, gap_table = markdown(HEAD, rows), markdown(GAP_HEAD, gaps)
+    panels = [learning.panel(name) for name, learning in runs.items()]
     print(table, gap_table, sep="\n\n")
     text = TEXT.format(table=table, gaps=gap_table, start=START, end=END, rounds=len(panels[0].curves["score"]))
     (DOCS / "verification-experts.md").write_text(text)
     title = "Score and exact match by round: 8 experts, 2 a token, dp 2, router replay and balance loss"
     (DOCS / "verification-experts.svg").write_text(draw(panels, columns=3, title=title))
     print(f"written: {DOCS / 'verification-experts.md'}, {DOCS / 'verification-experts.svg'}")
-    return learnt
-
-
-def _table(head: tuple[str, ...], lines: list[str]) -> str:
-    return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *lines])
+    return all(learning.has_learnt for learning in runs.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +61,12 @@ class Gap:
     without: Tensor
     other_experts: float
 
-    def __str__(self) -> str:
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Of a table."""
         ways = (self.with_replay, self.without)
-        means, tails = [float(way.mean()) for way in ways], [float(way.quantile(0.99)) for way in ways]
-        numbers = f"{means[0]:.5f} | {means[1]:.5f} | {tails[0]:.4f} | {tails[1]:.4f}"
-        return f"{len(self.without):,} | {numbers} | {self.other_experts:.2%}"
+        means, tails = [f"{way.mean():.5f}" for way in ways], [f"{way.quantile(0.99):.4f}" for way in ways]
+        return f"{len(self.without):,}", *means, *tails, f"{self.other_experts:.2%}"
 
 
 def measure_gap(folder: Path) -> Gap:

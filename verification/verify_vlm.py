@@ -7,8 +7,8 @@ Writes docs/verification-images.md (the table) and docs/verification-images.svg 
 
 import sys
 
-from curves import Panel, draw
-from verify import DOCS, END, FEW, RUNS, START, Job, curve, mean, run
+from curves import draw
+from verify import DOCS, END, RUNS, START, Job, Learning, curve, markdown, run
 
 SEEDS = (101, 102, 103)
 JOBS = [Job(f"tiles, seed {seed}", config="tiles", options=("--seed", str(seed))) for seed in SEEDS]
@@ -37,28 +37,20 @@ the same count is right in less than a quarter of the sessions.
 
 def main() -> int:
     """Run them, write the table and the picture."""
-    lines, panels, learnt = [], [], True
-    for job in JOBS:
-        events = run(job, RUNS / "vlm")
-        scores, exact = curve(events, "critic/score/mean"), curve(events, "session/exact_match/mean")
-        images, rows_of = curve(events, "session/images/mean"), curve(events, "rows_per_session/mean")
-        first, last = scores[0], mean(scores[-FEW:])
-        good = first < START and last >= END
-        learnt &= good
-        rows = [round.rows or 0 for round in events.rounds]
-        greedy = events.evals[-1].metrics["eval/score/mean"]
-        lines.append(
-            f"| {job.name} | {first:.3f} | {last:.3f} | {mean(exact[-FEW:]):.3f} | {greedy:.3f} | "
-            f"{min(rows):,}-{max(rows):,} | {rows_of[-1]:.2f} | {images[-1]:.2f} | {'yes' if good else 'NO'} |"
-        )
-        panels.append(Panel(job.name, {"score": scores, "exact match": exact}))
-    table = "\n".join([f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD), *lines])
+    runs = {job.name: Learning.of(run(job, RUNS / "vlm")) for job in JOBS}
+    rows = []
+    for name, learning in runs.items():
+        last = [curve(learning.events, f"{what}/mean")[-1] for what in ("rows_per_session", "session/images")]
+        greedy = learning.events.evals[-1].metrics["eval/score/mean"]
+        numbers = f"{greedy:.3f}", learning.rows_cell, *(f"{each:.2f}" for each in last)
+        rows.append((name, *learning.cells, *numbers, learning.learnt_cell))
+    table, panels = markdown(HEAD, rows), [learning.panel(name) for name, learning in runs.items()]
     print(table)
     (DOCS / "verification-images.md").write_text(TEXT.format(table=table, start=START, end=END))
     title = "Counting red squares: score and exact match by round, dp 2, 45 prompts x 8 sessions, mini-batches of 15"
     (DOCS / "verification-images.svg").write_text(draw(panels, columns=3, title=title))
     print(f"written: {DOCS / 'verification-images.md'}, {DOCS / 'verification-images.svg'}")
-    return 0 if learnt else 1
+    return 0 if all(learning.has_learnt for learning in runs.values()) else 1
 
 
 if __name__ == "__main__":

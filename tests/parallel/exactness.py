@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel.gradients import gather_gradients
 from raggedright.check.cases import Case
 from raggedright.check.made_up import make_up
 from raggedright.check.models import DTYPES, load_model
@@ -22,7 +23,7 @@ from raggedright.check.reference import MadeUp
 from raggedright.check.run import batch_of, relative_drift, relative_error, role_of, run_rank, run_reference
 from raggedright.plan.cut import Step
 from raggedright.tensors.batch import TensorBatch
-from raggedright.tensors.parallel import gather_gradients, shard, sum_gradients, sum_metrics
+from raggedright.tensors.parallel import shard, sum_gradients, sum_metrics
 
 NUM_EXPERTS = 4  # of the tiny MoE
 EXACT = ("replicated", "fsdp2")

@@ -29,7 +29,7 @@ from raggedright.train.world import World
 Changes = dict[str, dict[str, object]]
 
 GAE: Changes = {"algorithm": {"advantages": "gae", "entropy_coef": 0.1}, "critic": {"mini_batch_size": 2, "lr": 1e-3}}
-CASES: dict[str, Changes] = {  # the first four in every variant, the others in those of FEW, or in their own
+CASES: dict[str, Changes] = {  # the first in every variant, the others in those of FEW, or in their own
     "steps token-mean": {},
     "steps session-mean": {"train": {"loss_agg": "session-mean"}},
     "lcm token-mean": {"train": {"align": "lcm"}},
@@ -72,26 +72,29 @@ SOME = {  # dearer than the others
     "experts replayed": ["small packs", "two ranks", "three ranks"],
     "experts balanced": ["rectangles", "two ranks, much padding", "two ranks, sharded", "three ranks"],
 }
-PAIRS = [(c, variant) for i, c in enumerate(CASES) for variant in SOME.get(c, EVERY if i < 4 else FEW)]
+Pairs = list[tuple[str, str]]
+PAIRS: Pairs = [(c, variant) for i, c in enumerate(CASES) for variant in SOME.get(c, FEW if i else EVERY)]
+MORE: Pairs = [(c, variant) for c in [*CASES][1:4] for variant in EVERY if variant not in FEW]  # in a slow test
 
 
 def merge(case: Changes, variant: Changes) -> Changes:
     return {name: {**case.get(name, {}), **variant.get(name, {})} for name in case.keys() | variant.keys()}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case in every variant, trained: the ranks of two and of three are started once."""
-    root = tmp_path_factory.mktemp("runs")
+def train_runs(root: Path, pairs: Pairs, *more: Changes) -> None:
+    """Each of these cases on one rank and in its variants, and `more` in every one but the sharded.
+
+    The ranks of two and of three are started once.
+    """
     for dp, variants in ((1, {"one rank": {}} | ONE_RANK), (2, TWO_RANKS | SHARDED), (3, THREE_RANKS)):
         folders = [
-            write_run(root / case / variant, merge(changes, change))
-            for case, changes in CASES.items()
-            for variant, change in variants.items()
-            if variant == "one rank" or (case, variant) in PAIRS
+            write_run(root / case / variant, merge(CASES[case], variants[variant]))
+            for case, variant in [*pairs, *((case, "one rank") for case in dict(pairs))]
+            if variant in variants
         ]
         folders += [
-            write_run(root / "float32" / variant, merge(FLOAT32, change))
+            write_run(root / "float32" / variant, merge(changes, change))
+            for changes in more
             for variant, change in variants.items()
             if variant not in SHARDED
         ]
@@ -100,15 +103,34 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 train_one(folder, World(0, 1, torch.device("cpu")))
         else:
             launch("parallel.whole_runs:train_all", dp, [str(folder) for folder in folders])
+
+
+def check_same(root: Path, case: str, variant: str) -> None:
+    """The variant's rollouts, and its weights to 1e-9, are those of one rank."""
+    alone, other = root / case / "one rank", root / case / variant
+    assert rollouts_of(other) == rollouts_of(alone)
+    assert distance(weights_of(other), weights_of(alone)) < 1e-9
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    train_runs(root, PAIRS, FLOAT32)
     return root
 
 
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize(("case", "variant"), PAIRS)
 def test_rollouts_and_weights_are_those_of_one_rank(runs: Path, case: str, variant: str):
-    alone, other = runs / case / "one rank", runs / case / variant
-    assert rollouts_of(other) == rollouts_of(alone)
-    assert distance(weights_of(other), weights_of(alone)) < 1e-9
+    check_same(runs, case, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_every_alignment_and_weighting_is_the_same_in_every_variant(tmp_path: Path):
+    train_runs(tmp_path, MORE)
+    for case, variant in MORE:
+        check_same(tmp_path, case, variant)
 
 
 @pytest.mark.xdist_group("launch")

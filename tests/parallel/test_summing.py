@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel.gradients import gather_gradients
 from parallel.launch import launch
 from raggedright.errors import ConfigError
-from raggedright.tensors.parallel import gather_gradients, shard, sum_gradients, sum_metrics
+from raggedright.tensors.parallel import shard, sum_gradients, sum_metrics
 
 pytestmark = pytest.mark.xdist_group("gloo")
 

@@ -48,17 +48,17 @@ def sealed_round(scores: dict[int, float | None], rewards: dict[tuple[int, int],
     return SealedRound(1, sessions, [row for s in sessions for row in s.rows], rows_of(sessions))
 
 
-def tokens_of(sealed: SealedRound, **columns: float) -> dict[str, list[torch.Tensor]]:
-    masks = [torch.tensor(MASKS[e.key.session][e.key.trajectory], dtype=torch.float64) for e in sealed.entries]
-    named = {name: [torch.full_like(mask, value) for mask in masks] for name, value in columns.items()}
-    return {"response_mask": masks, "old_log_probs": [torch.zeros_like(m) for m in masks], **named}
+def tokens_of(sealed: SealedRound, **columns: float) -> dict[str, torch.Tensor]:
+    mask = torch.tensor([m for e in sealed.entries for m in MASKS[e.key.session][e.key.trajectory]]).double()
+    named = {name: torch.full_like(mask, value) for name, value in columns.items()}
+    return {"response_mask": mask, "old_log_probs": torch.zeros_like(mask), **named}
 
 
 def test_every_loss_token_of_a_session_gets_its_advantage_and_no_other():
     sealed = sealed_round({0: 1.0, 1: 0.0})
     config = config_with(algorithm={"std": False})
     found = token_advantages(config, sealed, sealed.scores("exclude"), tokens_of(sealed))
-    assert [row.tolist() for row in found.advantages] == [[0.5, 0.0, 0.5], [0.5], [-0.5, -0.5, 0.0]]
+    assert found.advantages.tolist() == [0.5, 0.0, 0.5, 0.5, -0.5, -0.5, 0.0]
     assert found.metrics["critic/advantages/mean"] == pytest.approx((3 * 0.5 - 2 * 0.5) / 5)
 
 
@@ -68,8 +68,8 @@ def test_a_failed_session_is_left_out_of_its_group_or_scores_zero():
     alone, beside_zero = (
         token_advantages(config, sealed, sealed.scores(policy), tokens_of(sealed)) for policy in ("exclude", "zero")
     )
-    assert alone.advantages[1].tolist() == [0.0]
-    assert beside_zero.advantages[1].tolist() == [1.0]
+    assert alone.advantages[3] == 0.0
+    assert beside_zero.advantages[3] == 1.0
 
 
 def test_kl_in_the_reward_is_taken_off_as_its_sum_over_the_session():
@@ -77,14 +77,14 @@ def test_kl_in_the_reward_is_taken_off_as_its_sum_over_the_session():
     config = config_with(algorithm={"std": False}, reference={"kl": "reward", "coef": 0.5, "estimator": "k1"})
     tokens = tokens_of(sealed, ref_log_probs=-0.2)  # 0.2 nats a loss token: three in session 0, two in session 1
     found = token_advantages(config, sealed, sealed.scores("exclude"), tokens)
-    assert found.advantages[1].tolist() == pytest.approx([(1 - 0.3) - (2 - 0.5) / 2])
+    assert found.advantages[3] == pytest.approx((1 - 0.3) - (2 - 0.5) / 2)
     assert found.metrics["actor/reward_kl_penalty"] == pytest.approx(0.1)
 
 
 def test_gae_puts_a_rows_reward_on_its_last_loss_token():
     sealed = sealed_round({0: 1.0, 1: 0.25}, rewards={(0, 1): 3.0})
-    rewards = token_rewards(sealed, [mask.bool() for mask in tokens_of(sealed)["response_mask"]], None)
-    assert [row.tolist() for row in rewards] == [[0.0, 0.0, 1.0], [3.0], [0.0, 0.25, 0.0]]
+    rewards = token_rewards(sealed, tokens_of(sealed)["response_mask"].bool(), None)
+    assert rewards.tolist() == [0.0, 0.0, 1.0, 3.0, 0.0, 0.25, 0.0]
 
 
 def test_gae_without_discount_returns_the_reward_at_every_loss_token():
@@ -92,5 +92,5 @@ def test_gae_without_discount_returns_the_reward_at_every_loss_token():
     config = config_with(algorithm={"advantages": "gae", "whiten": False}, critic={"mini_batch_size": 1})
     found = token_advantages(config, sealed, sealed.scores("exclude"), tokens_of(sealed, values=0.5))
     assert found.returns is not None
-    assert [row.tolist() for row in found.returns] == [[1.0, 0.0, 1.0], [1.0], [0.25, 0.25, 0.0]]
-    assert [row.tolist() for row in found.advantages] == [[0.5, 0.0, 0.5], [0.5], [-0.25, -0.25, 0.0]]
+    assert found.returns.tolist() == [1.0, 0.0, 1.0, 1.0, 0.25, 0.25, 0.0]
+    assert found.advantages.tolist() == [0.5, 0.0, 0.5, 0.5, -0.25, -0.25, 0.0]

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Condition
 from time import monotonic
-from typing import Self
 
 from raggedright.store.checks import (
     Encoded,
@@ -31,6 +30,7 @@ from raggedright.store.protocol import (
     SessionEntry,
     SessionKey,
     State,
+    Store,
     StoreError,
 )
 
@@ -43,7 +43,7 @@ class _Session:
     fields: list[dict[str, Encoded]]
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A store that lasts as long as the object."""
 
     def __init__(self) -> None:
@@ -53,18 +53,14 @@ class MemoryStore:
         self._watermark = -1
         self._closed = False
 
-    def put(
-        self,
-        session: SessionKey,
-        rows: Sequence[NewRow] = (),
-        *,
-        state: State = "finished",
-        cause: str = "",
-        score: float | None = None,
-    ) -> None:
-        """Record a session: as running, as finished with all its rows, or as failed with a cause."""
-        check_put(NewSession(session, rows, state, cause, score))
-        session = SessionKey(*session)
+    def put_all(self, sessions: Sequence[NewSession]) -> None:
+        """Record several sessions; here each is there at once."""
+        for new in sessions:
+            self._put(new)
+
+    def _put(self, new: NewSession) -> None:
+        check_put(new)
+        session, rows, state, cause, score = new._replace(key=SessionKey(*new.key))
         encoded = [encode_fields(Key(*session, i), row.fields) for i, row in enumerate(rows)]
         entries = tuple(_entry(Key(*session, i), row) for i, row in enumerate(rows))
         with self._changed:
@@ -80,11 +76,6 @@ class MemoryStore:
             entry = SessionEntry(key=session, state=state, cause=cause, score=score, rows=entries)
             self._sessions[session] = _Session(entry, encoded)
             self._changed.notify_all()
-
-    def put_all(self, sessions: Sequence[NewSession]) -> None:
-        """Record several sessions; here each is there at once."""
-        for key, rows, state, cause, score in sessions:
-            self.put(key, rows, state=state, cause=cause, score=score)
 
     def list(
         self,
@@ -170,12 +161,6 @@ class MemoryStore:
             self._closed = True
             self._sessions, self._types = {}, {}
             self._changed.notify_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -99,7 +99,7 @@ class SessionEntry:
 
 
 class Store(Protocol):
-    """A place for the rows of a run's rounds."""
+    """A place for the rows of a run's rounds. A backend derives from it; `put` and `with` are the same for all."""
 
     def put(
         self,
@@ -114,7 +114,7 @@ class Store(Protocol):
 
         Running may become finished or failed; nothing else may be put twice.
         """
-        ...
+        self.put_all([NewSession(session, rows, state, cause, score)])
 
     def put_all(self, sessions: Sequence[NewSession]) -> None:
         """Record several sessions, as `put` does each; they may share one transaction, and one write to the disk.
@@ -160,6 +160,8 @@ class Store(Protocol):
         """Let go of the store; what was put stays."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()

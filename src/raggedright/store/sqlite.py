@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Self
 
 from raggedright.store.checks import MOST_ROWS, check_replaced, last_attempts, not_final, round_deleted
 from raggedright.store.encoding import encode_fields
-from raggedright.store.protocol import Fields, Key, NewRow, NewSession, SessionEntry, SessionKey, State
+from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, State, Store
 from raggedright.store.sqlite_file import Database
 from raggedright.store.sqlite_list import read_entries
 from raggedright.store.sqlite_rows import (
@@ -50,7 +49,7 @@ _PUT_FIELD = """INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, 
 _LAST = "SELECT prompt, session, state, max(attempt) FROM sessions WHERE round = ? GROUP BY prompt, session"
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """A store in one file, which is made if it is not there; waits up to `busy_timeout` seconds for other writers.
 
     With `read_only`, for reports and inspection, it is never made or written, and others may write it meanwhile.
@@ -58,18 +57,6 @@ class SqliteStore:
 
     def __init__(self, path: str | PathLike[str], *, busy_timeout: float = 30.0, read_only: bool = False) -> None:
         self._database = Database(Path(path), busy_timeout, read_only=read_only)
-
-    def put(
-        self,
-        session: SessionKey,
-        rows: Sequence[NewRow] = (),
-        *,
-        state: State = "finished",
-        cause: str = "",
-        score: float | None = None,
-    ) -> None:
-        """Record a session in one transaction: as running, as finished with all its rows, or as failed with a cause."""
-        self.put_all([NewSession(session, rows, state, cause, score)])
 
     def put_all(self, sessions: Sequence[NewSession]) -> None:
         """Record several sessions in one transaction, with one write to the disk: all of them or none."""
@@ -159,12 +146,6 @@ class SqliteStore:
     def close(self) -> None:
         """Let go of the file; what was put stays."""
         self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _last_states(self, round: int) -> dict[tuple[str, int], str]:
         with self._database.read("wait") as connection:

@@ -21,18 +21,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from raggedright.store.checks import check_can_become, check_put
 from raggedright.store.listing import entries_of
 from raggedright.store.protocol import (
     Fields,
     Key,
-    NewRow,
     NewSession,
     SessionEntry,
     SessionKey,
     State,
+    Store,
     StoreError,
 )
 from raggedright.store.ray_columns import (
@@ -56,7 +56,7 @@ ROWS_A_CALL = 1024  # of TransferQueue, so that a call's time does not grow with
 _T = TypeVar("_T")
 
 
-class TransferQueueStore:
+class TransferQueueStore(Store):
     """A run's store; attaches to the TransferQueue at a Ray address, or starts one and owns it unless it may not."""
 
     def __init__(
@@ -89,18 +89,6 @@ class TransferQueueStore:
     def give_up_writes(self) -> None:
         """Give up the writes of this run that are under way, once their writers are known to be dead."""
         self._clear(self._ask("give_up_writes"))
-
-    def put(
-        self,
-        session: SessionKey,
-        rows: Sequence[NewRow] = (),
-        *,
-        state: State = "finished",
-        cause: str = "",
-        score: float | None = None,
-    ) -> None:
-        """Record a session: as running, as finished with all its rows, or as failed with a cause."""
-        self.put_all([NewSession(session, rows, state, cause, score)])
 
     def put_all(self, sessions: Sequence[NewSession]) -> None:
         """Record several sessions, sent as one: all of them, or those that have rows not at all."""
@@ -169,12 +157,6 @@ class TransferQueueStore:
         if not self._closed and self._owns:
             disconnect(self._link)
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _send(self, method: str, *args: object) -> Any:
         if self._closed:

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.cut import Step
@@ -10,17 +13,27 @@ from raggedright.plan.plan import Plan
 from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.padding import padding_rows
+from raggedright.tensors.row_tokens import RowTokens
 from raggedright.tensors.schema import Fields, Schema
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorBatch:
-    """Row p of the plan has the numbers `rows[p]` and the tensors `fields[p]`; make one with `of`."""
+    """Row p of the plan has the numbers and tensors of row p of `tokens`; make one with `of`."""
 
     plan: Plan
-    rows: Rows
-    fields: Sequence[Fields]
+    tokens: RowTokens
     collator: Collator
+
+    @property
+    def rows(self) -> Rows:
+        """The plan's rows, then its padding rows."""
+        return self.tokens.rows
+
+    @property
+    def fields(self) -> Sequence[Fields]:
+        """What each of them carries."""
+        return self.tokens.fields
 
     @classmethod
     def of(cls, plan: Plan, fields: Sequence[Fields], schema: Schema, collator: Collator) -> "TensorBatch":
@@ -38,7 +51,8 @@ class TensorBatch:
         padding = padding_rows(
             schema, plan.num_padding_rows, token_id=collator.token_id, min_row_tokens=layout.min_row_tokens
         )
-        return cls(plan, plan.padded_rows, [*fields, *(row.fields for row in padding)], collator)
+        tokens = RowTokens(plan.padded_rows, [*fields, *(row.fields for row in padding)])
+        return cls(plan, tokens, collator)
 
     def micro_batches(self, step: Step, dp_rank: int, names: Sequence[str] = ()) -> Iterator[tuple[Ints, MicroBatch]]:
         """Positions and tensors of each micro-batch of a rank, slot by slot."""
@@ -46,18 +60,14 @@ class TensorBatch:
         step_loss_tokens = int(self.plan.rows.loss_tokens[real].sum())
         for slot in range(step.num_slots):
             position = step.micro_batch(dp_rank, slot)
-            yield (
-                position,
-                self.collator(
-                    self.rows.take(position),
-                    [self.fields[p] for p in position],
-                    weight=step.micro_batch_weight(dp_rank, slot),
-                    step_loss_tokens=step_loss_tokens,
-                    names=names,
-                ),
+            weight = step.micro_batch_weight(dp_rank, slot)
+            micro = self.collator.cut(
+                self.tokens, position, weight=weight, step_loss_tokens=step_loss_tokens, names=names
             )
+            yield position, micro
 
-    def with_field(self, name: str, values: Sequence[object]) -> "TensorBatch":
-        """This batch with one field more, a value for each position, padding rows included."""
-        fields = [{**row, name: value} for row, value in zip(self.fields, values, strict=True)]
-        return TensorBatch(self.plan, self.rows, fields, self.collator)
+    def with_responses(self, name: str, flat: Tensor) -> "TensorBatch":
+        """This batch with one field more: a value for each response token of the real rows; padding rows get zeros."""
+        more = int(self.rows.response_tokens[len(self.plan.rows) :].sum())
+        zeros = flat.new_zeros(more, *flat.shape[1:])
+        return TensorBatch(self.plan, self.tokens.with_responses(name, torch.cat((flat, zeros))), self.collator)

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Bools, Ints
 from raggedright.errors import RowsError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
 from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.routing import NOT_ROUTED
+from raggedright.tensors.row_tokens import RowTokens, within
 from raggedright.tensors.schema import Fields
 
 
@@ -91,28 +92,38 @@ class Collator:
 
         `weight` is the plan's per-token weight of each row, `step_loss_tokens` the loss tokens of the whole step.
         """
+        tokens, every = RowTokens(rows, fields), np.arange(len(rows))
+        return self.cut(tokens, every, weight=weight, step_loss_tokens=step_loss_tokens, names=names)
+
+    def cut(
+        self, tokens: RowTokens, at: Ints, *, weight: np.ndarray, step_loss_tokens: int, names: Sequence[str] = ()
+    ) -> MicroBatch:
+        """The same of these rows alone."""
+        rows, fields = tokens.rows, [tokens.fields[i] for i in at.tolist()]
+        prompt, response, is_padding = rows.prompt_tokens[at], rows.response_tokens[at], rows.is_padding[at]
+        if (prompt == 0).any():
+            key = rows.key[at[np.argmin(prompt)]]
+            raise RowsError(f"row {key}: prompt_tokens is 0, so that nothing predicts its first response token")
         fillers = self._fillers(fields)
-        ids = [*_sequences(rows, fields), *(_tensor(row, "input_ids") for row in fillers)]
-        flat, sizes = torch.cat(ids).long(), _sizes(ids)
+        of_fillers = [_tensor(row, "input_ids") for row in fillers]
+        flat = torch.cat((tokens.sequences(at).long(), *of_fillers))
+        sizes = np.append(prompt + response, [len(ids) for ids in of_fillers]).astype(np.int64)
         lengths = np.maximum(sizes, self.min_row_tokens)
         inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers])
-        prompt, response = rows.prompt_tokens, rows.response_tokens
-        if len(rows) and (prompt == 0).any():
-            i = int(np.argmin(prompt))
-            raise RowsError(f"row {rows.key[i]}: prompt_tokens is 0, so that nothing predicts its first response token")
-        first = self._starts(lengths)[: len(rows)] + prompt - 1
-        within = _within(response)
-        last = np.cumsum(sizes)[: len(rows)] - response  # where each row's response begins among all ids
-        mean = np.where(rows.is_padding, 0.0, 1 / max(step_loss_tokens, 1))
-        routing, real = self._routing(rows, fields, lengths, inputs["input_ids"].shape)
+        first = self._starts(lengths)[: len(at)] + prompt - 1
+        last = np.cumsum(sizes)[: len(at)] - response  # where each row's response begins among all ids
+        of_response = within(response)
+        mean = np.where(is_padding, 0.0, 1 / max(step_loss_tokens, 1))
+        routing, real = self._routing(is_padding, fields, lengths, inputs["input_ids"].shape)
+        mask, counts = tokens.responses(tokens.mask_name, at), response.tolist()
         return MicroBatch(
             inputs=inputs,
-            logit_index=torch.from_numpy(np.repeat(first, response) + within),
-            labels=flat[torch.from_numpy(np.repeat(last, response) + within)],
-            weights=TokenWeights.from_masks(_per_row(rows, fields, _mask_name(fields)), loss=weight, mean=mean),
-            fields={name: _flat(_per_row(rows, fields, name)) for name in names},
+            logit_index=torch.from_numpy(np.repeat(first, response) + of_response),
+            labels=flat[torch.from_numpy(np.repeat(last, response) + of_response)],
+            weights=TokenWeights.from_mask(mask, counts, loss=weight, mean=mean),
+            fields={name: tokens.responses(name, at) for name in names},
             routing=routing,
-            response_tokens=tuple(response.tolist()),
+            response_tokens=tuple(counts),
             real=real,
         )
 
@@ -131,7 +142,7 @@ class Collator:
         longest = int(lengths.max())
         shape = (len(lengths), longest) if self.how == "padded" else (1, int(lengths.sum()))
         ids = torch.full(shape, self.token_id)
-        ids.view(-1)[torch.from_numpy(np.repeat(self._starts(lengths), sizes) + _within(sizes))] = flat
+        ids.view(-1)[torch.from_numpy(np.repeat(self._starts(lengths), sizes) + within(sizes))] = flat
         inputs = {"input_ids": ids}
         if self.how == "padded":
             inputs["attention_mask"] = (torch.arange(longest) < torch.from_numpy(lengths)[:, None]).long()
@@ -140,7 +151,7 @@ class Collator:
         elif self.how == "padded":
             inputs["position_ids"] = torch.arange(longest) * inputs["attention_mask"]
         else:
-            inputs["position_ids"] = torch.from_numpy(_within(lengths))[None]
+            inputs["position_ids"] = torch.from_numpy(within(lengths))[None]
         return inputs | _media(fields)
 
     def _axes(self, sizes: list[int], fields: Sequence[Fields], lengths: list[int]) -> Tensor:
@@ -162,7 +173,7 @@ class Collator:
         return torch.cat((text[None], axes))
 
     def _routing(
-        self, rows: Rows, fields: Sequence[Fields], lengths: Ints, shape: torch.Size
+        self, is_padding: Bools, fields: Sequence[Fields], lengths: Ints, shape: torch.Size
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Recorded experts, and where real rows' tokens are."""
         given = [
@@ -172,38 +183,13 @@ class Collator:
             return None, None
         starts, at = self._starts(lengths), np.array([i for i, _ in given])
         sizes = _sizes([experts for _, experts in given])
-        place = torch.from_numpy(np.repeat(starts[at], sizes) + _within(sizes))
+        place = torch.from_numpy(np.repeat(starts[at], sizes) + within(sizes))
         experts = torch.cat([experts for _, experts in given])
         routing = torch.full((shape.numel(), *experts.shape[1:]), NOT_ROUTED, dtype=torch.long)
         routing[place] = experts.long()
         real = torch.zeros(shape.numel(), dtype=torch.bool)
-        real[place] = torch.from_numpy(np.repeat(~rows.is_padding[at], sizes))
+        real[place] = torch.from_numpy(np.repeat(~is_padding[at], sizes))
         return routing.view(*shape, *experts.shape[1:]), real.view(shape)
-
-
-def _sequences(rows: Rows, fields: Sequence[Fields]) -> list[Tensor]:
-    """Each row's token ids: `input_ids`, or `prompts` and `responses`."""
-    ids = [_sequence(rows, i, row) for i, row in enumerate(fields)]
-    wrong = np.flatnonzero(_sizes(ids) != rows.tokens)
-    if len(wrong):
-        i = int(wrong[0])
-        raise RowsError(
-            f"row {rows.key[i]}: input_ids has {len(ids[i])} tokens and the row {rows.tokens[i]}; they must agree"
-        )
-    return ids
-
-
-def _sequence(rows: Rows, i: int, fields: Fields) -> Tensor:
-    if "input_ids" in fields:
-        ids = _tensor(fields, "input_ids")
-    elif "prompts" in fields and "responses" in fields:
-        ids = torch.cat((_tensor(fields, "prompts"), _tensor(fields, "responses")))
-    else:
-        raise RowsError(f"row {rows.key[i]}: field input_ids is missing; a row has it, or prompts and responses")
-    positions = fields.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 1 and (positions != torch.arange(len(ids))).any():
-        raise RowsError(f"row {rows.key[i]}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
-    return ids
 
 
 def _has_axes(fields: Fields) -> bool:
@@ -215,38 +201,10 @@ def _sizes(tensors: Sequence[Tensor]) -> Ints:
     return np.fromiter((tensor.size(0) for tensor in tensors), dtype=np.int64, count=len(tensors))
 
 
-def _within(sizes: Ints) -> Ints:
-    """0, 1, ... anew for each of some runs of these sizes."""
-    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-
-
 def _tensor(fields: Fields, name: str) -> Tensor:
     value = fields[name]
     assert isinstance(value, Tensor), name
     return value
-
-
-def _mask_name(fields: Sequence[Fields]) -> str:
-    return "loss_mask" if fields and "loss_mask" in fields[0] else "response_mask"
-
-
-def _per_row(rows: Rows, fields: Sequence[Fields], name: str) -> list[Tensor]:
-    """A per-response-token field of all rows."""
-    parts = []
-    for i, (row, tokens) in enumerate(zip(fields, rows.response_tokens.tolist(), strict=True)):
-        part = row.get(name)
-        if not isinstance(part, Tensor):
-            raise RowsError(f"row {rows.key[i]}: field {name} is missing; every row of a micro-batch needs it")
-        if part.size(0) != tokens:
-            raise RowsError(
-                f"row {rows.key[i]}: {name} has {len(part)} tokens and the response {tokens}; they must agree"
-            )
-        parts.append(part)
-    return parts
-
-
-def _flat(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def _media(fields: Sequence[Fields]) -> dict[str, Tensor]:

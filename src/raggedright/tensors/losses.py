@@ -54,14 +54,21 @@ class TokenWeights:
     @classmethod
     def from_masks(cls, masks: Sequence[Tensor], *, loss: ArrayLike, mean: ArrayLike) -> "TokenWeights":
         """From each row's loss mask over its response tokens and its weights (`token_weights`, here and token-mean)."""
-        lengths = torch.tensor([mask.size(0) for mask in masks], dtype=torch.int64)
-        row = torch.repeat_interleave(torch.arange(len(masks)), lengths)
-        on_cpu = [mask if mask.is_cpu else mask.cpu() for mask in masks]
-        carries_loss = torch.cat(on_cpu).bool() if on_cpu else torch.zeros(0, dtype=torch.bool)
+        flat = torch.cat([mask.cpu() for mask in masks]) if masks else torch.zeros(0)
+        return cls.from_mask(flat, [mask.size(0) for mask in masks], loss=loss, mean=mean)
+
+    @classmethod
+    def from_mask(
+        cls, mask: Tensor, response_tokens: Sequence[int], *, loss: ArrayLike, mean: ArrayLike
+    ) -> "TokenWeights":
+        """The same from the masks of all rows, one after another."""
+        num_rows = len(response_tokens)
+        row = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(response_tokens, dtype=torch.int64))
+        carries_loss = mask.cpu().bool()
         of_row = (torch.as_tensor(weight, dtype=torch.float64) for weight in (loss, mean))
         by_token = (torch.where(carries_loss, weight[row], 0.0) for weight in of_row)
-        row_tokens = torch.zeros(len(masks), dtype=torch.int64).index_add_(0, row, carries_loss.long())
-        return cls(*by_token, row=row, row_tokens=row_tokens, num_rows=len(masks))
+        row_tokens = torch.zeros(num_rows, dtype=torch.int64).index_add_(0, row, carries_loss.long())
+        return cls(*by_token, row=row, row_tokens=row_tokens, num_rows=num_rows)
 
     def to(self, device: torch.device | str) -> "TokenWeights":
         """The same on another device."""

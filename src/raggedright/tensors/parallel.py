@@ -72,9 +72,3 @@ def sum_in_backward(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-
-
-def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one, whole on every rank, whether the model is sharded or not."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}

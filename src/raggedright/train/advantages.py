@@ -13,81 +13,76 @@ import torch
 from torch import Tensor
 
 from raggedright.advantages import Scores, broadcast_to_rows, session_advantages
-from raggedright.arrays import Ints
 from raggedright.config.schema import Config
 from raggedright.tensors.gae import gae, whiten
 from raggedright.tensors.losses import kl_estimate
-from raggedright.train.passes import PerRow
+from raggedright.train.passes import Flat
 from raggedright.train.sealed import SealedRound
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """Per response token of each real row; `returns` only with a critic."""
+    """Per response token of the real rows; `returns` only with a critic."""
 
-    advantages: PerRow
-    returns: PerRow | None
+    advantages: Flat
+    returns: Flat | None
     metrics: dict[str, float]
 
 
 def token_advantages(
-    config: Config, sealed: SealedRound, scores: Scores, tokens: Mapping[str, PerRow]
+    config: Config, sealed: SealedRound, scores: Scores, tokens: Mapping[str, Flat]
 ) -> TokenAdvantages:
     """The advantages of a round; `tokens` has masks, old log-probs, and reference log-probs and values where used."""
-    lengths = sealed.rows.response_tokens
-    masks = _rows_of(_flat(tokens["response_mask"]).bool(), lengths)
+    algorithm, mask = config.algorithm, tokens["response_mask"].bool()
     metrics: dict[str, float] = {}
-    penalty: PerRow | None = None
+    penalty: Flat | None = None
     if config.reference.kl == "reward":
-        penalty = _penalty(config, tokens, masks)
-        num_tokens = max(1, sum(int(mask.sum()) for mask in masks))
-        metrics["actor/reward_kl_penalty"] = float(sum(float(row.sum()) for row in penalty)) / num_tokens
-    algorithm = config.algorithm
+        penalty = _penalty(config, tokens, mask)
+        metrics["actor/reward_kl_penalty"] = float(penalty.sum()) / max(1, int(mask.sum()))
     if algorithm.advantages == "gae":
-        rewards = token_rewards(sealed, masks, penalty)
-        advantages, returns = gae(rewards, tokens["values"], masks, gamma=algorithm.gamma, lam=algorithm.lam)
-        metrics |= _token_means({"critic/advantages": advantages, "critic/returns": returns}, masks)
-        return TokenAdvantages(whiten(advantages, masks) if algorithm.whiten else advantages, returns, metrics)
+        lengths = sealed.rows.response_tokens.tolist()
+        rewards = token_rewards(sealed, mask, penalty)
+        given = (flat.split(lengths) for flat in (rewards, tokens["values"], mask))
+        advantages, returns = map(_flat, gae(*given, gamma=algorithm.gamma, lam=algorithm.lam))
+        metrics |= _token_means({"critic/advantages": advantages, "critic/returns": returns}, mask)
+        if algorithm.whiten:
+            advantages = _flat(whiten(advantages.split(lengths), mask.split(lengths)))
+        return TokenAdvantages(advantages, returns, metrics)
     if penalty is not None:
         scores = _less_penalty(scores, sealed, penalty)
     of_session = session_advantages(scores, algorithm.advantages, std=algorithm.std)
     of_row = broadcast_to_rows(of_session, scores, sealed.rows)
-    dtype = tokens["old_log_probs"][0].dtype if masks else torch.float32
-    of_token = torch.from_numpy(np.repeat(of_row, lengths)).to(dtype)
-    advantages = _rows_of(torch.where(_flat(masks), of_token, 0.0), lengths)
-    metrics |= _token_means({"critic/advantages": advantages}, masks)
-    return TokenAdvantages(advantages, None, metrics)
+    of_token = torch.from_numpy(np.repeat(of_row, sealed.rows.response_tokens)).to(tokens["old_log_probs"].dtype)
+    advantages = torch.where(mask, of_token, 0.0)
+    return TokenAdvantages(advantages, None, metrics | _token_means({"critic/advantages": advantages}, mask))
 
 
-def token_rewards(sealed: SealedRound, masks: Sequence[Tensor], penalty: PerRow | None) -> PerRow:
+def token_rewards(sealed: SealedRound, mask: Flat, penalty: Flat | None) -> Flat:
     """A row's reward on its last loss token, less the penalty of each token."""
     score = {session.key: session.score for session in sealed.sessions}
-    rewards = []
-    for i, (entry, mask) in enumerate(zip(sealed.entries, masks, strict=True)):
+    rewards = torch.zeros(len(mask), dtype=torch.float64)
+    start = 0
+    for entry, of_row in zip(sealed.entries, mask.split(sealed.rows.response_tokens.tolist()), strict=True):
         own = entry.tags.get("reward")
         reward = score[entry.key.of_session] if own is None else own
         assert isinstance(reward, int | float)
-        row = torch.zeros(len(mask), dtype=torch.float64)
-        if mask.any():
-            row[int(mask.nonzero().max())] = float(reward)
-        rewards.append(row if penalty is None else row - penalty[i])
-    return rewards
+        if of_row.any():
+            rewards[start + int(of_row.nonzero().max())] = float(reward)
+        start += len(of_row)
+    return rewards if penalty is None else rewards - penalty
 
 
-def _penalty(config: Config, tokens: Mapping[str, PerRow], masks: Sequence[Tensor]) -> PerRow:
+def _penalty(config: Config, tokens: Mapping[str, Flat], mask: Flat) -> Flat:
     """coef x KL of each loss token, zero elsewhere."""
-    penalty = []
-    for old, reference, mask in zip(tokens["old_log_probs"], tokens["ref_log_probs"], masks, strict=True):
-        log_ratio = torch.where(mask, old.double() - reference.double(), 0.0)
-        penalty.append(config.reference.coef * kl_estimate(log_ratio, config.reference.estimator))
-    return penalty
+    log_ratio = torch.where(mask, tokens["old_log_probs"].double() - tokens["ref_log_probs"].double(), 0.0)
+    return config.reference.coef * kl_estimate(log_ratio, config.reference.estimator)
 
 
-def _less_penalty(scores: Scores, sealed: SealedRound, penalty: PerRow) -> Scores:
+def _less_penalty(scores: Scores, sealed: SealedRound, penalty: Flat) -> Scores:
     """Each session's score less the penalties of all its rows."""
     rows = sealed.rows
-    of_row = np.array([float(row.sum()) for row in penalty])
-    by_session = np.bincount(rows.session_index, weights=of_row, minlength=rows.num_sessions)
+    of_token = np.repeat(rows.session_index, rows.response_tokens)
+    by_session = np.bincount(of_token, weights=penalty.numpy(), minlength=rows.num_sessions)
     names = dict(zip(zip(rows.prompt.tolist(), rows.session.tolist(), strict=True), rows.session_index, strict=True))
     less = []
     for prompt, session, score in zip(scores.prompt, scores.session, scores.score, strict=True):
@@ -96,18 +91,12 @@ def _less_penalty(scores: Scores, sealed: SealedRound, penalty: PerRow) -> Score
     return Scores.from_columns(prompt=scores.prompt, session=scores.session, score=less)
 
 
-def _token_means(named: Mapping[str, PerRow], masks: Sequence[Tensor]) -> dict[str, float]:
+def _token_means(named: Mapping[str, Flat], mask: Flat) -> dict[str, float]:
     """Mean over the loss tokens of the round."""
-    mask = _flat(masks)
     num_tokens = max(1, int(mask.sum()))
-    return {f"{name}/mean": float(_flat(rows).double()[mask].sum()) / num_tokens for name, rows in named.items()}
+    return {f"{name}/mean": float(flat.double()[mask].sum()) / num_tokens for name, flat in named.items()}
 
 
-def _flat(rows: Sequence[Tensor]) -> Tensor:
+def _flat(rows: Sequence[Tensor]) -> Flat:
     """All rows' tokens, one row after another."""
     return torch.cat([*rows]) if rows else torch.zeros(0)
-
-
-def _rows_of(flat: Tensor, lengths: Ints) -> PerRow:
-    """The rows of a flat vector."""
-    return list(flat.split(lengths.tolist()))

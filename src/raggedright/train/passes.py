@@ -17,9 +17,10 @@ from raggedright.plan.cut import Step
 from raggedright.rows import Rows
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
+from raggedright.tensors.row_tokens import within
 from raggedright.train.world import World
 
-PerRow = list[Tensor]  # one vector a real row, over its response tokens
+Flat = Tensor  # over the response tokens of a round's real rows, row after row
 
 
 def computing(model: Model, world: World) -> AbstractContextManager[object]:
@@ -44,7 +45,7 @@ class TokenTable:
     """Numbers of every response token of a round's real rows; a rank fills in those it has, `exchange` the others."""
 
     def __init__(self, rows: Rows, names: Sequence[str], dtype: torch.dtype) -> None:
-        self._lengths = rows.response_tokens.tolist()
+        self._num_rows = len(rows)
         self._starts = np.cumsum(rows.response_tokens) - rows.response_tokens
         self._names = list(names)
         self._table = torch.zeros(len(self._names), int(rows.response_tokens.sum()), dtype=dtype)
@@ -52,14 +53,12 @@ class TokenTable:
     def fill(self, position: Ints, micro: MicroBatch, flat: Mapping[str, Tensor]) -> None:
         """Write the numbers of a micro-batch's rows, by name; padding rows have no place here."""
         tokens = np.array(micro.response_tokens, dtype=np.int64)
-        real = np.repeat(position < len(self._lengths), tokens)
-        starts = self._starts[np.minimum(position, len(self._lengths) - 1)]
-        within = np.arange(len(real)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
-        place, kept = torch.from_numpy((np.repeat(starts, tokens) + within)[real]), torch.from_numpy(real)
+        real = np.repeat(position < self._num_rows, tokens)
+        starts = self._starts[np.minimum(position, self._num_rows - 1)]
+        place, kept = torch.from_numpy((np.repeat(starts, tokens) + within(tokens))[real]), torch.from_numpy(real)
         for name, values in flat.items():
             self._table[self._names.index(name), place] = values.cpu()[kept].to(self._table.dtype)
 
-    def exchange(self, world: World) -> dict[str, PerRow]:
+    def exchange(self, world: World) -> dict[str, Flat]:
         """All rows' numbers, by name."""
-        total = world.sum(self._table.to(world.device)).cpu()
-        return {name: list(column.split(self._lengths)) for name, column in zip(self._names, total, strict=True)}
+        return dict(zip(self._names, world.sum(self._table.to(world.device)).cpu(), strict=True))

@@ -21,7 +21,7 @@ from raggedright.tensors.schema import Fields, Schema, infer_schema
 from raggedright.train.advantages import TokenAdvantages, token_advantages
 from raggedright.train.clock import Clock
 from raggedright.train.experts import replaying
-from raggedright.train.passes import PerRow, TokenTable, computing, run_forward
+from raggedright.train.passes import Flat, TokenTable, computing, run_forward
 from raggedright.train.sealed import SealedRound, seal_round
 from raggedright.train.setup import Setup
 from raggedright.train.update import actor_loss, critic_loss, train_role
@@ -37,7 +37,7 @@ class RoundResult:
     sealed: SealedRound
     plan: Plan
     ledger: Ledger
-    advantages: PerRow
+    advantages: Flat
     metrics: dict[str, float]
     seconds: dict[str, float]
 
@@ -119,7 +119,7 @@ def own_positions(plan: Plan, dp_rank: int) -> list[int]:
     return sorted(p for p in own if p < len(plan.rows))
 
 
-def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, PerRow], dict[str, float]]:
+def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat], dict[str, float]]:
     """Masks, old and reference log-probs and values of all rows, and how far training is from the rollout."""
     config, world, plan = setup.config, setup.world, batch.plan
     outputs = {"old_log_probs": setup.actor.model}
@@ -162,15 +162,14 @@ def _sum_metrics(setup: Setup, totals: Mapping[str, Tensor]) -> dict[str, float]
     return dict(zip(names, sums.tolist(), strict=True))
 
 
-def _with_targets(batch: TensorBatch, tokens: Mapping[str, PerRow], found: TokenAdvantages) -> TensorBatch:
-    """The batch with all that the losses need; padding rows get zeros."""
-    columns: dict[str, PerRow] = {name: rows for name, rows in tokens.items() if name != "response_mask"}
-    columns["advantages"] = found.advantages
+def _with_targets(batch: TensorBatch, tokens: Mapping[str, Flat], found: TokenAdvantages) -> TensorBatch:
+    """The batch with all that the losses need."""
+    targets = {name: flat for name, flat in tokens.items() if name != "response_mask"}
+    targets["advantages"] = found.advantages
     if found.returns is not None:
-        columns["returns"] = found.returns
-    padding = batch.rows.response_tokens[len(batch.plan.rows) :].tolist()
-    for name, rows in columns.items():
-        batch = batch.with_field(name, [*rows, *(torch.zeros(n, dtype=rows[0].dtype) for n in padding)])
+        targets["returns"] = found.returns
+    for name, flat in targets.items():
+        batch = batch.with_responses(name, flat)
     return batch
 
 

@@ -13,15 +13,15 @@ MOST_TRAJECTORIES = 12  # of a sampled session
 
 def sample_sessions(setup: Setup, result: RoundResult, count: int) -> list[dict[str, object]]:
     """Sessions from the lowest to the highest score, each with its first trajectories."""
-    advantages = {
-        row.key: tokens.tolist() for row, tokens in zip(result.sealed.entries, result.advantages, strict=True)
-    }
+    of_rows = result.advantages.split(result.sealed.rows.response_tokens.tolist())
+    advantages = dict(zip(result.sealed.keys, of_rows, strict=True))
     sampled = []
     for session in _spread(result, count):
         rows = session.rows[:MOST_TRAJECTORIES]
         fields = setup.store.get([row.key for row in rows], ROW_FIELDS)
         trajectories = [
-            _trajectory(setup, row, of_row, advantages[row.key]) for row, of_row in zip(rows, fields, strict=True)
+            _trajectory(setup, row, of_row, advantages[row.key].tolist())
+            for row, of_row in zip(rows, fields, strict=True)
         ]
         key = session.key
         sampled.append(

@@ -1,0 +1,110 @@
+"""What rows carry by token, each field joined once into one long vector, so that a micro-batch is cut out in one go.
+
+A field is joined when it is first asked for. A row that another rank has carries nothing and takes no room. Whoever
+asks for a row without the field, or with another number of tokens than the row has, gets an error that names it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raggedright.arrays import Ints
+from raggedright.errors import RowsError
+from raggedright.rows import Rows
+from raggedright.tensors.column import Fields
+
+
+class Ragged(NamedTuple):
+    """Rows that stand one after another in a long vector."""
+
+    flat: Tensor
+    sizes: Ints
+    starts: Ints
+
+    @classmethod
+    def of(cls, flat: Tensor, sizes: Ints) -> "Ragged":
+        """A vector with the sizes of its rows."""
+        return cls(flat, sizes, np.cumsum(sizes) - sizes)
+
+    def take(self, at: Ints) -> Tensor:
+        """These rows, one after another."""
+        sizes = self.sizes[at]
+        return self.flat[torch.from_numpy(np.repeat(self.starts[at], sizes) + within(sizes))]
+
+
+class RowTokens:
+    """The numbers and the tensors of rows; `fields` holds one mapping a row."""
+
+    def __init__(self, rows: Rows, fields: Sequence[Fields], joined: Mapping[str, Ragged] | None = None) -> None:
+        self.rows, self.fields = rows, fields
+        self._joined: dict[str, Ragged] = dict(joined or {})
+
+    @property
+    def mask_name(self) -> str:
+        """The field that says which response tokens carry loss."""
+        first = next((row for row in self.fields if row), {})
+        return "loss_mask" if "loss_mask" in first else "response_mask"
+
+    def sequences(self, at: Ints) -> Tensor:
+        """The token ids of these rows: `input_ids`, or `prompts` and `responses`."""
+        if "input_ids" not in self._joined:
+            self._joined["input_ids"] = _join([self._sequence(i) for i in range(len(self.fields))])
+        return self._take("input_ids", at, self.rows.prompt_tokens[at] + self.rows.response_tokens[at], "row")
+
+    def responses(self, name: str, at: Ints) -> Tensor:
+        """A field by response token of these rows."""
+        if name not in self._joined:
+            self._joined[name] = _join([row.get(name) for row in self.fields])
+        return self._take(name, at, self.rows.response_tokens[at], "response")
+
+    def with_responses(self, name: str, flat: Tensor) -> "RowTokens":
+        """The same with one field more, a value for each response token of all rows."""
+        joined = {**self._joined, name: Ragged.of(flat, self.rows.response_tokens)}
+        return RowTokens(self.rows, self.fields, joined)
+
+    def _take(self, name: str, at: Ints, tokens: Ints, what: str) -> Tensor:
+        column = self._joined[name]
+        wrong = np.flatnonzero(column.sizes[at] != tokens)
+        if len(wrong):
+            i = int(at[wrong[0]])
+            key, found = self.rows.key[i], int(column.sizes[i])
+            if found:
+                raise RowsError(
+                    f"row {key}: {name} has {found} tokens and the {what} {tokens[wrong[0]]}; they must agree"
+                )
+            remedy = (
+                "a row has it, or prompts and responses" if what == "row" else "every row of a micro-batch needs it"
+            )
+            raise RowsError(f"row {key}: field {name} is missing; {remedy}")
+        return column.take(at)
+
+    def _sequence(self, i: int) -> Tensor | None:
+        row = self.fields[i]
+        ids = row.get("input_ids")
+        if ids is None and "prompts" in row and "responses" in row:
+            ids = torch.cat((_tensor(row, "prompts"), _tensor(row, "responses")))
+        positions = row.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 1 and (positions != torch.arange(len(positions))).any():
+            key = self.rows.key[i]
+            raise RowsError(f"row {key}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
+        return ids if isinstance(ids, Tensor) else None
+
+
+def within(sizes: Ints) -> Ints:
+    """0, 1, ... anew for each of some runs of these sizes."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def _join(values: Sequence[object]) -> Ragged:
+    parts = [value for value in values if isinstance(value, Tensor)]
+    sizes = np.fromiter((v.size(0) if isinstance(v, Tensor) else 0 for v in values), dtype=np.int64, count=len(values))
+    return Ragged.of(torch.cat(parts) if parts else torch.empty(0), sizes)
+
+
+def _tensor(fields: Fields, name: str) -> Tensor:
+    value = fields[name]
+    assert isinstance(value, Tensor), name
+    return value

@@ -99,12 +99,12 @@ class Collator:
         self, tokens: RowTokens, at: Ints, *, weight: np.ndarray, step_loss_tokens: int, names: Sequence[str] = ()
     ) -> MicroBatch:
         """The same of these rows alone."""
-        rows, fields = tokens.rows, [tokens.fields[i] for i in at.tolist()]
+        rows, fields = tokens.rows, [tokens.fields[i] for i in at.tolist()] if tokens.has_more else []
         prompt, response, is_padding = rows.prompt_tokens[at], rows.response_tokens[at], rows.is_padding[at]
         if (prompt == 0).any():
             key = rows.key[at[np.argmin(prompt)]]
             raise RowsError(f"row {key}: prompt_tokens is 0, so that nothing predicts its first response token")
-        fillers = self._fillers(fields)
+        fillers = self._fillers(fields, len(at))
         of_fillers = [_tensor(row, "input_ids") for row in fillers]
         flat = torch.cat((tokens.sequences(at).long(), *of_fillers))
         sizes = np.append(prompt + response, [len(ids) for ids in of_fillers]).astype(np.int64)
@@ -127,9 +127,9 @@ class Collator:
             real=real,
         )
 
-    def _fillers(self, fields: Sequence[Fields]) -> list[Fields]:
+    def _fillers(self, fields: Sequence[Fields], num_rows: int) -> list[Fields]:
         if self.image_filler is None:
-            return [] if fields else [{"input_ids": torch.full((self.min_row_tokens,), self.token_id)}]
+            return [] if num_rows else [{"input_ids": torch.full((self.min_row_tokens,), self.token_id)}]
         return [] if any(row.get("multi_modal_inputs") for row in fields) else [self.image_filler]
 
     def _starts(self, lengths: Ints) -> Ints:
@@ -156,6 +156,7 @@ class Collator:
 
     def _axes(self, sizes: list[int], fields: Sequence[Fields], lengths: list[int]) -> Tensor:
         """Positions with axes, [axes, rows, tokens]."""
+        fields = [*({} for _ in range(len(sizes) - len(fields))), *fields]  # rows that carry none come first
         positions = [self._positions(size, row, n) for size, row, n in zip(sizes, fields, lengths, strict=True)]
         if self.how == "packed":
             return torch.cat(positions, dim=-1).unsqueeze(-2)

@@ -16,6 +16,8 @@ from raggedright.errors import RowsError
 from raggedright.rows import Rows
 from raggedright.tensors.column import Fields
 
+_MORE = ("position_ids", "multi_modal_inputs", "routed_experts")
+
 
 class Ragged(NamedTuple):
     """Rows that stand one after another in a long vector."""
@@ -40,6 +42,7 @@ class RowTokens:
 
     def __init__(self, rows: Rows, fields: Sequence[Fields], joined: Mapping[str, Ragged] | None = None) -> None:
         self.rows, self.fields = rows, fields
+        self.has_more = any(not row.keys().isdisjoint(_MORE) for row in fields)  # than vectors by token
         self._joined: dict[str, Ragged] = dict(joined or {})
 
     @property
@@ -51,7 +54,7 @@ class RowTokens:
     def sequences(self, at: Ints) -> Tensor:
         """The token ids of these rows: `input_ids`, or `prompts` and `responses`."""
         if "input_ids" not in self._joined:
-            self._joined["input_ids"] = _join([self._sequence(i) for i in range(len(self.fields))])
+            self._joined["input_ids"] = self._join_sequences()
         return self._take("input_ids", at, self.rows.prompt_tokens[at] + self.rows.response_tokens[at], "row")
 
     def responses(self, name: str, at: Ints) -> Tensor:
@@ -81,16 +84,17 @@ class RowTokens:
             raise RowsError(f"row {key}: field {name} is missing; {remedy}")
         return column.take(at)
 
-    def _sequence(self, i: int) -> Tensor | None:
-        row = self.fields[i]
-        ids = row.get("input_ids")
-        if ids is None and "prompts" in row and "responses" in row:
-            ids = torch.cat((_tensor(row, "prompts"), _tensor(row, "responses")))
-        positions = row.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 1 and (positions != torch.arange(len(positions))).any():
-            key = self.rows.key[i]
-            raise RowsError(f"row {key}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
-        return ids if isinstance(ids, Tensor) else None
+    def _join_sequences(self) -> Ragged:
+        ids = [row.get("input_ids") for row in self.fields]
+        for i, row in enumerate(self.fields):
+            if ids[i] is None and "prompts" in row and "responses" in row:
+                ids[i] = torch.cat((_tensor(row, "prompts"), _tensor(row, "responses")))
+        for i, row in enumerate(self.fields if self.has_more else ()):
+            given = row.get("position_ids")
+            if isinstance(given, Tensor) and given.dim() == 1 and (given != torch.arange(len(given))).any():
+                key = self.rows.key[i]
+                raise RowsError(f"row {key}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
+        return _join(ids)
 
 
 def within(sizes: Ints) -> Ints:
@@ -99,8 +103,10 @@ def within(sizes: Ints) -> Ints:
 
 
 def _join(values: Sequence[object]) -> Ragged:
+    has = np.fromiter((isinstance(value, Tensor) for value in values), dtype=bool, count=len(values))
     parts = [value for value in values if isinstance(value, Tensor)]
-    sizes = np.fromiter((v.size(0) if isinstance(v, Tensor) else 0 for v in values), dtype=np.int64, count=len(values))
+    sizes = np.zeros(len(values), dtype=np.int64)
+    sizes[has] = [part.size(0) for part in parts]
     return Ragged.of(torch.cat(parts) if parts else torch.empty(0), sizes)
 
 

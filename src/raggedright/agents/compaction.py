@@ -16,7 +16,7 @@ async def compact(task: Task, session: Session) -> float:
     for chunk in cut(digits, session.random, max_chunks=4):
         trajectory = session.trajectory(f"{memory}:{''.join(chunk)}=")
         reply = await trajectory.generate(max_tokens=REPLY_TOKENS)
-        memory = digit_of(reply, session.tokenizer)
+        memory = digit_of(reply)
         if memory is None:
             break
     return score(session, memory, digits)

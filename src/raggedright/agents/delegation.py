@@ -19,9 +19,9 @@ async def delegate(task: Task, session: Session) -> float:
     own, *others = cut(digits, session.random, max_chunks=3)
     workers = [session.trajectory(f"-:{''.join(chunk)}=", role="worker") for chunk in others]
     replies = await asyncio.gather(*(worker.generate(max_tokens=REPLY_TOKENS) for worker in workers))
-    reports = [digit_of(reply, session.tokenizer) for reply in replies]
+    reports = [digit_of(reply) for reply in replies]
     if None in reports:
         return score(session, None, digits)
     main = session.trajectory(f"{''.join(map(str, reports)) or '-'}:{''.join(own)}=", role="main")
-    answer = digit_of(await main.generate(max_tokens=REPLY_TOKENS), session.tokenizer)
+    answer = digit_of(await main.generate(max_tokens=REPLY_TOKENS))
     return score(session, answer, digits)

@@ -12,8 +12,6 @@ Reward: 0.1 if every reply is well-formed, and 0.9 if then the answer is exact.
 import random
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
-
 from raggedright.agents.session import Reply, Session, Task
 
 DIGITS = "0123456789"
@@ -51,9 +49,9 @@ def cut(digits: Sequence[str], draw: random.Random, *, max_chunks: int, max_size
     return chunks
 
 
-def digit_of(reply: Reply, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def digit_of(reply: Reply) -> str | None:
     """The digit of a well-formed reply: it, and then the end of text."""
-    if len(reply.ids) != REPLY_TOKENS or reply.ids[1] != tokenizer.eos_token_id:
+    if len(reply.ids) != REPLY_TOKENS or reply.finish_reason != "stop":
         return None
     return reply.text if reply.text in DIGITS and len(reply.text) == 1 else None
 

@@ -64,7 +64,7 @@ class Tiles:
                 image = paint(tile, session.random)
                 trajectory = session.trajectory(f"{note}:{START}{session.image}{END}=", images=[image], role="shown")
             reply = await trajectory.generate(max_tokens=REPLY_TOKENS)
-            note = digit_of(reply, session.tokenizer)
+            note = digit_of(reply)
             if note is None:
                 break
         exact = note == str(squares.count("r"))

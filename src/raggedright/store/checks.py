@@ -13,6 +13,7 @@ from raggedright.store.protocol import Key, NewRow, NewSession, SessionEntry, Se
 LARGEST = 2**63 - 1
 MOST_ROWS = 2**16  # of a session
 _STATES = get_args(State)
+_PLAIN_TAGS = frozenset((bool, int, type(None)))
 
 
 class Encoded(NamedTuple):
@@ -129,9 +130,8 @@ def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> None:
     if type(row.is_padding) is not bool:
         raise StoreError(f"{Key(*session, trajectory)}: is_padding is {row.is_padding!r:.80}; it takes True or False")
     for name, value in row.tags.items():
-        if not _is_text(name) or not (
-            value is None or type(value) in (bool, int) or _is_text(value) or _is_number(value)
-        ):
+        kind = type(value)
+        if not _is_text(name) or not (kind in _PLAIN_TAGS or _is_text(value) or _is_number(value)):
             raise StoreError(
                 f"{Key(*session, trajectory)}: tag {name} is {value!r:.80}; it takes text, a finite number, a boolean "
                 "or None"

@@ -51,15 +51,12 @@ def pack_row(key: Key, fields: Fields) -> Packed:
     apart: dict[str, Encoded] = {}
     parts: list[bytes | memoryview] = []
     for name, value in fields.items():
-        types[name] = kind = type_name(value)
         try:
-            vector = plain_vector(value)
-            if vector is not None:
-                if vector.nbytes < LARGE:
-                    parts += (_vector_head(name, value.dtype), _U64.pack(len(vector)), vector.data)  # type: ignore[attr-defined]
-                else:
-                    apart[name] = Encoded(kind, encode(value))
+            if (vector := plain_vector(value)) is not None and vector.nbytes < LARGE:
+                types[name], head = _vector_head(name, value.dtype)  # type: ignore[attr-defined]
+                parts += (head, _U64.pack(len(vector)), vector.data)
                 continue
+            types[name] = kind = type_name(value)
             item: list[bytes | memoryview] = [text_item(name)]
             write_item(value, item, 1)
             if sum(map(len, item)) < LARGE:
@@ -87,12 +84,21 @@ def unpack_row(key: Key, data: object) -> Mapping[str, object]:
 
 
 @lru_cache(maxsize=256)
-def _vector_head(name: str, dtype: torch.dtype) -> bytes:
-    """All that stands before the count of a vector's values; a run's rows have the same few."""
-    return text_item(name) + PLAIN_VECTORS[dtype]
+def _vector_head(name: str, dtype: torch.dtype) -> tuple[str, bytes]:
+    """A vector's type, and all that stands before the count of its values; a run's rows have the same few."""
+    return str(dtype), text_item(name) + PLAIN_VECTORS[dtype]
 
 
-_DTYPES = {head: (dtype, dtype.itemsize) for dtype, head in PLAIN_VECTORS.items()}
+@lru_cache(maxsize=256)
+def _read_head(head: bytes) -> tuple[str, torch.dtype, int] | None:
+    """The name, dtype and bytes a value of a vector, by its head; None for whatever else it may be."""
+    (size,) = _U64.unpack_from(head, 1)
+    name, of_dtype = head[_TEXT_HEAD : _TEXT_HEAD + size], head[_TEXT_HEAD + size :]
+    dtype = _DTYPES.get(of_dtype)
+    return None if dtype is None else (name.decode(), dtype, dtype.itemsize)
+
+
+_DTYPES = {head: dtype for dtype, head in PLAIN_VECTORS.items()}
 
 
 def _vectors(data: bytes) -> dict[str, Tensor] | None:
@@ -105,16 +111,17 @@ def _vectors(data: bytes) -> dict[str, Tensor] | None:
         for _ in range(count):
             if data[at] != _TEXT:
                 return None
-            (size,) = _U64.unpack_from(data, at + 1)
-            start = at + _TEXT_HEAD + size
-            name = data[at + _TEXT_HEAD : start].decode()
+            begin, start = at, at + _TEXT_HEAD + data[at + 1]  # longer names than 255 bytes take the other way
             at = start + 3 + data[start + 1]  # the tag, the dtype's length and name, one dim
-            dtype, itemsize = _DTYPES[data[start:at]]
+            head = _read_head(data[begin:at])
+            if head is None:
+                return None
+            name, dtype, itemsize = head
             (length,) = _U64.unpack_from(data, at)
             start, at = at + 8, at + 8 + length * itemsize
             if not length or at > end:
                 return None
             found[name] = torch.frombuffer(bytearray(data[start:at]), dtype=dtype)
-    except (IndexError, KeyError, UnicodeDecodeError, struct.error):
+    except (IndexError, UnicodeDecodeError, struct.error):
         return None
     return found if at == end and len(found) == count else None

@@ -18,9 +18,9 @@ import numpy as np
 
 from raggedright.agents.named import find_named
 from raggedright.agents.session import Task
-from raggedright.agents.values import is_text
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError
+from raggedright.store.checks import is_text
 
 Make = Callable[[int, int], Mapping[str, object]]
 

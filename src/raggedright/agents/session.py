@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.tokens import Message, Tokens
 from raggedright.agents.trajectory import Generate, Reply, Trajectory
-from raggedright.agents.values import SessionError, finite, is_text
+from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Picture, Vision
+from raggedright.store.checks import is_text
 from raggedright.store.protocol import NewRow, SessionKey
 
 __all__ = ["Agent", "Message", "Reply", "Session", "SessionError", "Task", "Trajectory"]
@@ -71,7 +72,7 @@ class Session:
                 f"session {self.name} opens trajectory {number:,} and may have {most:,}; "
                 "open fewer, or raise rollout.max_trajectories"
             )
-        if not isinstance(role, str) or not is_text(role):
+        if not is_text(role):
             raise SessionError(f"row {self.name}/{number}: role is {role!r:.60}; it takes text")
         trajectory = Trajectory(self, number, role, prompt, images)
         self._trajectories.append(trajectory)

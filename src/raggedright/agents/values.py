@@ -1,4 +1,4 @@
-"""What an agent gives and a store must be able to keep: finite numbers, whole text, and the error for the rest."""
+"""What an agent gives and a store must be able to keep: finite numbers, and the error for the rest."""
 
 import math
 from typing import SupportsFloat
@@ -19,8 +19,3 @@ def finite(value: object) -> float | None:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several values, a huge int
         return None
     return number if math.isfinite(number) else None
-
-
-def is_text(text: str) -> bool:
-    """Whether text is whole Unicode characters, as a store takes it."""
-    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)

@@ -156,12 +156,13 @@ def _row_losses(
         loss = torch.maximum(plain, bounded)
         metrics["actor/pg_clipfrac"] = (bounded > plain).double()
     difference = outputs - row["ref_log_prob"]
-    if case.kl == "k1":
-        loss = loss + KL_COEF * difference
-    elif case.kl == "k2":
-        loss = loss + KL_COEF * difference**2 / 2
-    elif case.kl == "k3":
-        loss = loss + KL_COEF * (torch.exp(-difference) - 1 + difference)
+    kl = {
+        "none": torch.zeros_like(difference),
+        "k1": difference,
+        "k2": difference**2 / 2,
+        "k3": torch.exp(-difference) - 1 + difference,
+    }[case.kl]
+    loss = loss + KL_COEF * kl
     if case.entropy:
         loss = loss - ENTROPY_COEF * entropy
     return loss, metrics
@@ -179,5 +180,5 @@ def _aggregate(losses: dict[int, Tensor], rows: Rows, loss_agg: str) -> Tensor:
         return torch.cat(list(losses.values())).mean()
     if loss_agg == "seq-mean-token-mean":
         return torch.stack([loss.mean() for loss in losses.values()]).mean()
-    sums = torch.stack([loss.sum() for loss in losses.values()]).mean()
-    return sums / NORM_TOKENS if loss_agg == "seq-mean-token-sum-norm" else sums
+    norm = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": NORM_TOKENS}[loss_agg]
+    return torch.stack([loss.sum() for loss in losses.values()]).mean() / norm

@@ -1,4 +1,4 @@
-"""Every key of the config as a Markdown page: `python -m raggedright.config.reference > docs/config.md`."""
+"""Every key of the config as a Markdown page, docs/config.md, by `make pages`."""
 
 from collections.abc import Iterator
 from types import UnionType
@@ -53,7 +53,3 @@ def _takes(annotation: object) -> str:
         return f"{len(inside)} numbers"
     words = {int: "a whole number", float: "a number", bool: "`true`, `false`", str: "text"}
     return words.get(annotation, "a table" if origin is dict else "a path")  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
-if __name__ == "__main__":
-    print(config_page(), end="")

@@ -75,7 +75,7 @@ class Rollout(Section):
     max_tokens: Count = 512
     """Most tokens of one generation, unless the agent asks for fewer."""
     max_row_tokens: Count | None = None
-    """Most tokens of a row; if not given, the model's context, or micro_batch_tokens where that is less."""
+    """Most tokens of a row; if not given, the model's context, or what a micro-batch takes where that is less."""
     max_trajectories: Count = 1024
     """Most trajectories of a session."""
     concurrency: Count = 1024

@@ -58,7 +58,7 @@ class Step:
         return int((np.diff(self.bounds) == 0).sum())
 
     @property
-    def bins(self) -> Ints:
+    def micro_batch_index(self) -> Ints:
         """Number of the micro-batch (dp_rank * num_slots + slot) that each row is in."""
         return np.repeat(np.arange(self.num_micro_batches), np.diff(self.bounds))
 
@@ -135,7 +135,7 @@ def join_steps(steps: Sequence[Step]) -> Step:
     num_slots = sum(step.num_slots for step in steps)
     bins, start = [], 0
     for step in steps:
-        dp_rank, slot = np.divmod(step.bins, max(step.num_slots, 1))
+        dp_rank, slot = np.divmod(step.micro_batch_index, max(step.num_slots, 1))
         bins.append(dp_rank * num_slots + start + slot)
         start += step.num_slots
     return _step(np.concatenate([step.row for step in steps]), np.concatenate(bins), num_slots, dp_size, epoch)

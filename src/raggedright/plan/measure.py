@@ -24,7 +24,7 @@ class Imbalance:
 
 def tokens_of(plan: Plan, step: Step) -> Ints:
     """Tokens of each micro-batch as collated, [dp_size, num_slots]."""
-    tokens = micro_batch_tokens(step.bins, plan.lengths[step.row], step.num_micro_batches, plan.layout)
+    tokens = micro_batch_tokens(step.micro_batch_index, plan.lengths[step.row], step.num_micro_batches, plan.layout)
     return tokens.reshape(step.dp_size, step.num_slots)
 
 
@@ -39,7 +39,7 @@ def imbalance_of(steps: Sequence[Step], lengths: Ints, layout: Layout) -> Imbala
     for step in steps:
         if step.skipped:
             continue
-        costs = micro_batch_costs(step.bins, lengths[step.row], step.num_micro_batches, layout)
+        costs = micro_batch_costs(step.micro_batch_index, lengths[step.row], step.num_micro_batches, layout)
         costs = costs.reshape(step.dp_size, step.num_slots)
         total += int(costs.sum())
         rank += int(costs.sum(axis=1).max(initial=0))

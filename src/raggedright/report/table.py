@@ -147,5 +147,5 @@ def _lanes(plan: Plan, step: Step, num_ranks: int, width: int, glyphs: _Glyphs) 
 
 def _count(step: Step, chosen: Bools) -> Ints:
     """How many of the chosen rows each micro-batch holds, [dp_size, num_slots]."""
-    counts = np.bincount(step.bins[chosen], minlength=step.num_micro_batches)
+    counts = np.bincount(step.micro_batch_index[chosen], minlength=step.num_micro_batches)
     return counts.reshape(step.dp_size, step.num_slots)

@@ -129,7 +129,7 @@ class Batch:
             else:
                 self._running.join(group)
 
-    def step(self, version: int) -> None:
+    def turn(self, version: int) -> None:
         """One token for every row that somebody still waits for."""
         if self._running is not None:
             self._running.drop_done()

@@ -61,7 +61,7 @@ class Turns:
                 await self._let_others_submit()
                 self._admit()
                 await asyncio.sleep(0)
-                self._batch.step(self._version())
+                self._batch.turn(self._version())
         except BaseException as error:
             failure = error
             if not isinstance(error, Exception):

@@ -32,7 +32,7 @@ def check_put(new: NewSession) -> None:
     if rows and state != "finished":
         counted = f"{len(rows)} row{'s' if len(rows) > 1 else ''}"
         raise StoreError(f"{session}: {counted} with state {state}; only a finished session has rows")
-    if bool(cause) != (state == "failed") or not _is_text(cause):
+    if bool(cause) != (state == "failed") or not is_text(cause):
         raise StoreError(f"{session}: cause is {cause!r:.80} with state {state}; a failed session has one, others none")
     if score is not None and not _is_number(score):
         raise StoreError(f"{session}: score is {score!r:.80}; it takes a finite number or None, or put it as failed")
@@ -47,7 +47,7 @@ def check_session(session: SessionKey) -> None:
     for name in ("round", "session", "attempt"):
         if not _is_count(getattr(session, name)):
             raise StoreError(f"{session!r:.200}: {name} is no whole number from 0 to {LARGEST:,}")
-    if not _is_text(session.prompt):
+    if not is_text(session.prompt):
         raise StoreError(f"{session!r:.200}: prompt is no text; it takes a string of whole Unicode characters")
 
 
@@ -131,7 +131,7 @@ def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> None:
         raise StoreError(f"{Key(*session, trajectory)}: is_padding is {row.is_padding!r:.80}; it takes True or False")
     for name, value in row.tags.items():
         kind = type(value)
-        if not _is_text(name) or not (kind in _PLAIN_TAGS or _is_text(value) or _is_number(value)):
+        if not is_text(name) or not (kind in _PLAIN_TAGS or is_text(value) or _is_number(value)):
             raise StoreError(
                 f"{Key(*session, trajectory)}: tag {name} is {value!r:.80}; it takes text, a finite number, a boolean "
                 "or None"
@@ -146,5 +146,6 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
+    """Whether it is text of whole Unicode characters, which UTF-8 can hold."""
     return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

@@ -6,7 +6,7 @@ A value is a version byte, one item, and the CRC-32 of all that, little-endian t
     i                a whole number: its length in bytes (u64), two's complement
     f                a float: 8 bytes
     s b              text (UTF-8) or bytes: length (u64), then they
-    l t d            list, tuple, dict: count (u64), then the items; a dict's keys are text, numbers, booleans or None
+    l t d            list, tuple, dict: count (u64), then the items; a dict's keys are plain values, as above
     x a z            torch tensor, numpy array, numpy scalar: dtype (u8 length, name), dims (u8 count, u64 each), raw
 
 Bytes may come from a stranger: every size is checked against the bytes that are there before memory is taken, nesting
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raggedright.store.checks import Encoded
+from raggedright.store.checks import Encoded, is_text
 from raggedright.store.protocol import Fields, Key, StoreError
 from raggedright.store.reader import KEY_TYPES, MAX_DEPTH, MAX_DIMS, NUMPY, TORCH, Reader, altered
 
@@ -71,7 +71,7 @@ def check_names(key: Key, fields: Fields) -> None:
     if fields.keys() <= _seen_names:
         return
     for name in fields:
-        if type(name) is not str or not _is_text(name):
+        if not is_text(name):
             raise StoreError(f"{key}: field {name!r:.60} has a name that is no text; a field's name is a string")
     if len(_seen_names) < MOST_SEEN:
         _seen_names.update(fields)
@@ -157,10 +157,6 @@ def text_item(text: str) -> bytes:
     """Text as an item."""
     body = text.encode("utf-8", "surrogatepass")
     return b"s" + _U64.pack(len(body)) + body
-
-
-def _is_text(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text) if not text.isascii() else True
 
 
 def write_item(value: object, parts: list[bytes | memoryview], depth: int) -> None:

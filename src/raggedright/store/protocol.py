@@ -8,6 +8,7 @@ The surprise: a key has an attempt in it. A session that is run again (a retry, 
 attempt, so no key is ever written twice and a late writer cannot touch what another one put.
 """
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, Self
@@ -116,6 +117,7 @@ class Store(Protocol):
         """
         self.put_all([NewSession(session, rows, state, cause, score)])
 
+    @abstractmethod
     def put_all(self, sessions: Sequence[NewSession]) -> None:
         """Record several sessions, as `put` does each; they may share one transaction, and one write to the disk.
 
@@ -123,6 +125,7 @@ class Store(Protocol):
         """
         ...
 
+    @abstractmethod
     def list(
         self,
         *,
@@ -134,10 +137,12 @@ class Store(Protocol):
         """Sessions that match, in the order of their keys, with their rows' tags and counts but no tensors."""
         ...
 
+    @abstractmethod
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
         ...
 
+    @abstractmethod
     def update(self, values: Mapping[Key, Fields]) -> None:
         """Add fields to rows that are there (log-probs, values, advantages), all of them or none.
 
@@ -145,10 +150,12 @@ class Store(Protocol):
         """
         ...
 
+    @abstractmethod
     def delete(self, round: int) -> None:
         """Forget all sessions of a round and of those before it; nothing can be put there any more. Can be repeated."""
         ...
 
+    @abstractmethod
     def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
         """The last attempt of each of these (prompt, session) pairs, once all are finished or failed.
 
@@ -156,6 +163,7 @@ class Store(Protocol):
         """
         ...
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the store; what was put stays."""
         ...

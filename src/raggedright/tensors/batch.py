@@ -1,4 +1,8 @@
-"""The tensors of a planned batch: real rows, padding rows behind them, each found by its position in the plan."""
+"""The tensors of a planned batch: real rows, padding rows behind them, each found by its position in the plan.
+
+Invariants: position p of a plan is row p here, on every rank; a rank needs the fields of the rows that it runs, and
+of no other; a micro-batch's weights are the plan's.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
 from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.routing import NOT_ROUTED
-from raggedright.tensors.row_tokens import RowTokens, within
+from raggedright.tensors.row_tokens import RowTokens, tensor_of, within
 from raggedright.tensors.schema import Fields
 
 
@@ -105,13 +105,13 @@ class Collator:
             key = rows.key[at[np.argmin(prompt)]]
             raise RowsError(f"row {key}: prompt_tokens is 0, so that nothing predicts its first response token")
         fillers = self._fillers(fields, len(at))
-        of_fillers = [_tensor(row, "input_ids") for row in fillers]
+        of_fillers = [tensor_of(row, "input_ids") for row in fillers]
         flat = torch.cat((tokens.sequences(at).long(), *of_fillers))
         sizes = np.append(prompt + response, [len(ids) for ids in of_fillers]).astype(np.int64)
         lengths = np.maximum(sizes, self.min_row_tokens)
         inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers])
         first = self._starts(lengths)[: len(at)] + prompt - 1
-        last = np.cumsum(sizes)[: len(at)] - response  # where each row's response begins among all ids
+        begins = np.cumsum(sizes)[: len(at)] - response  # where each row's response begins among all ids
         of_response = within(response)
         mean = np.where(is_padding, 0.0, 1 / max(step_loss_tokens, 1))
         routing, real = self._routing(is_padding, fields, lengths, inputs["input_ids"].shape)
@@ -119,7 +119,7 @@ class Collator:
         return MicroBatch(
             inputs=inputs,
             logit_index=torch.from_numpy(np.repeat(first, response) + of_response),
-            labels=flat[torch.from_numpy(np.repeat(last, response) + of_response)],
+            labels=flat[torch.from_numpy(np.repeat(begins, response) + of_response)],
             weights=TokenWeights.from_mask(mask, counts, loss=weight, mean=mean),
             fields={name: tokens.responses(name, at) for name in names},
             routing=routing,
@@ -200,12 +200,6 @@ def _has_axes(fields: Fields) -> bool:
 
 def _sizes(tensors: Sequence[Tensor]) -> Ints:
     return np.fromiter((tensor.size(0) for tensor in tensors), dtype=np.int64, count=len(tensors))
-
-
-def _tensor(fields: Fields, name: str) -> Tensor:
-    value = fields[name]
-    assert isinstance(value, Tensor), name
-    return value
 
 
 def _media(fields: Sequence[Fields]) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def padding_token_id(tokenizer: object, given: int | None = None) -> int:
     if not isinstance(first, int):
         raise ConfigError(
             f"the tokenizer's eos_token_id is {eos!r}, so padding rows have no token; "
-            "set padding_token_id to any id of its vocabulary"
+            "give the tokenizer an eos_token, or padding_token_id any id of its vocabulary"
         )
     return first
 

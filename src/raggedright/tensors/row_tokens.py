@@ -88,7 +88,7 @@ class RowTokens:
         ids = [row.get("input_ids") for row in self.fields]
         for i, row in enumerate(self.fields):
             if ids[i] is None and "prompts" in row and "responses" in row:
-                ids[i] = torch.cat((_tensor(row, "prompts"), _tensor(row, "responses")))
+                ids[i] = torch.cat((tensor_of(row, "prompts"), tensor_of(row, "responses")))
         for i, row in enumerate(self.fields if self.has_more else ()):
             given = row.get("position_ids")
             if isinstance(given, Tensor) and given.dim() == 1 and (given != torch.arange(len(given))).any():
@@ -110,7 +110,8 @@ def _join(values: Sequence[object]) -> Ragged:
     return Ragged.of(torch.cat(parts) if parts else torch.empty(0), sizes)
 
 
-def _tensor(fields: Fields, name: str) -> Tensor:
+def tensor_of(fields: Fields, name: str) -> Tensor:
+    """A field that is a tensor."""
     value = fields[name]
     assert isinstance(value, Tensor), name
     return value

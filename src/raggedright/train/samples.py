@@ -9,12 +9,14 @@ from raggedright.train.round import ROW_FIELDS, RoundResult
 from raggedright.train.setup import Setup
 
 MOST_TRAJECTORIES = 12  # of a sampled session
+MOST_TASK = 400  # characters of a field of its task
 
 
 def sample_sessions(setup: Setup, result: RoundResult, count: int) -> list[dict[str, object]]:
     """Sessions from the lowest to the highest score, each with its first trajectories."""
     of_rows = result.advantages.split(result.sealed.rows.response_tokens.tolist())
     advantages = dict(zip(result.sealed.keys, of_rows, strict=True))
+    tasks = {task.uid: task.data for task in setup.tasks.of_round(result.sealed.round, setup.config.train.batch_size)}
     sampled = []
     for session in _spread(result, count):
         rows = session.rows[:MOST_TRAJECTORIES]
@@ -24,10 +26,15 @@ def sample_sessions(setup: Setup, result: RoundResult, count: int) -> list[dict[
             for row, of_row in zip(rows, fields, strict=True)
         ]
         key = session.key
-        sampled.append(
-            {"prompt": key.prompt, "session": key.session, "score": session.score, "trajectories": trajectories}
-        )
+        names = {"prompt": key.prompt, "session": key.session, "score": session.score}
+        sampled.append({**names, "task": _shown(tasks[key.prompt]), "trajectories": trajectories})
     return sampled
+
+
+def _shown(data: Mapping[str, object]) -> dict[str, object]:
+    """A task's data, shortened to what a page shows and JSON takes."""
+    plain = (int, bool, type(None))
+    return {str(name): value if type(value) in plain else str(value)[:MOST_TASK] for name, value in data.items()}
 
 
 def _spread(result: RoundResult, count: int) -> list[SessionEntry]:

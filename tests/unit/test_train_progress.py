@@ -1,0 +1,41 @@
+"""What a run shows while it runs: a bar on a terminal, plain lines elsewhere, and the first failure by its name."""
+
+from io import StringIO
+
+from rich.console import Console
+
+from raggedright.train.progress import Figures, Progress
+
+FIGURES = Figures(score=0.25, rows=1_234, padding_rows=2, failed=0, tokens_per_second=5_000.0)
+
+
+def shown(*rounds: Figures, terminal: bool = False) -> str:
+    out = StringIO()
+    progress = Progress(len(rounds), console=Console(file=out, force_terminal=terminal, width=120))
+    for number, figures in enumerate(rounds, 1):
+        progress.round(number, figures)
+    progress.close()
+    return out.getvalue()
+
+
+def test_lines_without_a_terminal_have_round_score_rows_padding_speed_and_time_left():
+    first, last = shown(FIGURES, FIGURES, FIGURES).splitlines()  # others come every few seconds
+    assert first.startswith("round 1/3  score 0.250  1,234 rows + 2 padding  5,000 tokens/s  0:00")
+    assert last.startswith("round 3/3")
+
+
+def test_the_first_failed_session_is_named_once_with_its_cause():
+    failed = FIGURES._replace(failed=3, first_failure="p7/2: timed out after 5 s")
+    said = shown(FIGURES, failed, failed)
+    assert said.count("p7/2: timed out after 5 s") == 1
+    assert "round 2: the first session that failed, p7/2" in said
+    assert "3 failed" in said
+
+
+def test_markup_in_a_cause_is_text():
+    cause = "p/0: ValueError: [red]not[/red] a colour"
+    assert cause in shown(FIGURES._replace(failed=1, first_failure=cause))
+
+
+def test_a_terminal_has_a_bar_that_counts_rounds():
+    assert "2/2" in shown(FIGURES, FIGURES, terminal=True)

@@ -62,14 +62,15 @@ class Program:
     def seconds(self) -> list[dict[str, float]]:
         path = self.folder / "events.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [event["seconds"] for line in lines if (event := json.loads(line))["event"] == "round"]
+        rounds = [event for line in lines if (event := json.loads(line))["event"] == "round"]
+        return [{**event["seconds"], "rows": event["rows"]} for event in rounds]
 
     def part(self, name: str) -> float:
         return median(each.get(name, 0.0) for each in self.rounds)
 
     @property
     def round(self) -> float:
-        return median(sum(each.values()) for each in self.rounds)
+        return median(sum(each.values()) - each["rows"] for each in self.rounds)
 
 
 def start(name: str, where: Path) -> Program:
@@ -103,10 +104,17 @@ def compare_rounds(rounds: int, blocks: int, where: Path) -> None:
             (program.folder / "until").write_text("1000000")
             program.process.wait(120)
     base = programs[0].round
-    table = Table("launcher, store", "start s", "round s", "x", *PARTS, title="a verification round, two ranks")
+    table = Table("launcher, store", "start s", "rows", "round s", "x", *PARTS, title="a verification round, two ranks")
     for each in programs:
         figures = [f"{each.part(part):.3f}" for part in PARTS]
-        table.add_row(each.name, f"{each.start:.0f}", f"{each.round:.3f}", f"{each.round / base:.2f}", *figures)
+        table.add_row(
+            each.name,
+            f"{each.start:.0f}",
+            f"{each.part('rows'):.0f}",
+            f"{each.round:.3f}",
+            f"{each.round / base:.2f}",
+            *figures,
+        )
     Console(width=150).print(table)
 
 

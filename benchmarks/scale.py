@@ -296,7 +296,7 @@ step, ranks are idle, whatever pads them. An lcm is small only where dp and the 
 
 ## The store
 
-GB put and read a round, and MB that one rank reads. SQLite puts about 1,800 rows/s on one machine, TransferQueue about
+GB put and read a round, and MB that one rank reads. SQLite puts about 2,300 rows/s on one machine, TransferQueue about
 350 a client ([store.md](store.md)); clients add up until the network of its units is full, which was not measured here.
 
 | rows | all, GB | {dps} |

@@ -38,7 +38,7 @@ PARTS = {
         "Fields and padding rows": (
             "infer_schema", "Schema", "Kind", "Fields", "padding_rows", "PaddingRow", "padding_token_id",
         ),
-        "Micro-batches": ("TensorBatch", "Collator", "MicroBatch", "image_filler"),
+        "Micro-batches": ("TensorBatch", "RowTokens", "Collator", "MicroBatch", "image_filler"),
         "The model": ("forward_log_probs", "TokenOutputs", "forward_values"),
         "Losses": ("policy_loss", "kl_loss", "entropy_loss", "value_loss", "Sums", "TokenWeights"),
         "Values": ("gae", "whiten"),

@@ -95,6 +95,7 @@ def launch_and(config: Config, do: Callable[[], None], *, then: Callable[[], Non
     events = [json.loads(line) for line in (config.out / "events.jsonl").read_text().splitlines()]
     starts = [datetime.fromisoformat(each["time"]).timestamp() for each in events if each["event"] == "start"]
     assert len(starts) == 2
+    print(f"started in {starts[0] - began:.0f} s, went on after {starts[1] - died:.0f} s")  # pytest -s shows it
     assert starts[1] - died < max(60, starts[0] - began)
 
 

@@ -50,7 +50,7 @@ def test_a_run_is_shown_from_its_events_as_the_first_rank_would(tmp_path: Path, 
 
 @pytest.mark.filterwarnings("ignore::Warning:ray")
 def test_of_ranks_that_fail_together_the_nearest_cause_is_told():
-    from ray.exceptions import RayActorError
+    from ray.exceptions import ActorUnavailableError, RayActorError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
     from raggedright.store.protocol import StoreError
@@ -64,3 +64,5 @@ def test_of_ranks_that_fail_together_the_nearest_cause_is_told():
     lost = StoreError("the store's controller is dead")
     assert rank_words({0: waited, 1: died, 2: lost}) == "rank 2: the store's controller is dead"
     assert rank_words({0: waited}).startswith("rank 0: RuntimeError: Connection closed by peer")
+    away = WorkerHealthCheckFailedError("health check", ActorUnavailableError("RpcError: failed to connect", None))
+    assert rank_words({0: waited, 1: away}) == "rank 1 died: its process or its node cannot be reached any more"

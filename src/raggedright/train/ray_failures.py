@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.train import ControllerError, TrainingFailedError, UserCallback, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 
@@ -64,6 +64,8 @@ def _rank_of(error: BaseException) -> int:
 
 def _death(error: BaseException) -> str:
     """What Ray knows of a process's death, without its advice."""
+    if isinstance(error, ActorUnavailableError):
+        return "its process or its node cannot be reached any more"
     words = " ".join(str(error).split())
     node, cause = re.search(r"\bip: (\S+)", words), re.search(r"because (its [^.]*)", words)
     if not cause:

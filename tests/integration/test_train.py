@@ -66,6 +66,8 @@ def test_a_run_on_two_ranks_ends_with_the_reports_path_and_all_files(tmp_path: P
     assert {event["optimizer_steps"] for event in rounds} == {2}
     assert [event["round"] for event in events_of(tmp_path, "eval")] == [2, 3]
     assert events_of(tmp_path, "end")[0]["reason"] == "finished"
+    sampled = [session for event in events_of(tmp_path, "samples") for session in event["sessions"]]
+    assert all(session["task"] and session["trajectories"] for session in sampled)
     assert "37" in report.read_text()
 
 
@@ -80,6 +82,9 @@ def test_the_same_command_goes_on_with_the_run_in_its_folder(tmp_path: Path):
     assert "changed since the run began: train.rounds 2 -> 3" in out
     assert "found the checkpoint of round 2 and 0 of 32 sessions of round 3; 1 of 3 rounds to go" in out
     assert "finished after 3 rounds" in out
+    code, out, err = run(tmp_path, "healthy", "--train.rounds", "3")
+    assert code == 0, err
+    assert "found the checkpoint of round 3, and all 3 rounds are done; raise train.rounds for more" in out
 
 
 def test_a_zoo_of_misbehaving_agents_does_not_stop_the_run_and_the_ledger_names_each(tmp_path: Path):

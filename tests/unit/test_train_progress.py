@@ -32,6 +32,20 @@ def test_the_first_failed_session_is_named_once_with_its_cause():
     assert "3 failed" in said
 
 
+def test_sessions_are_counted_in_a_round_that_takes_its_time(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("raggedright.train.progress.monotonic", lambda: now)
+    out = StringIO()
+    progress = Progress(2, console=Console(file=out, width=120))
+    progress.round(1, FIGURES)
+    for done, now in ((1, 1.0), (2, 6.0), (3, 7.0), (4, 12.0)):  # noqa: B007
+        progress.sessions(2, done, 4)
+    assert out.getvalue().splitlines()[1:] == [
+        "round 2/2  2 of 4 sessions on this rank",
+        "round 2/2  4 of 4 sessions on this rank",
+    ]
+
+
 def test_markup_in_a_cause_is_text():
     cause = "p/0: ValueError: [red]not[/red] a colour"
     assert cause in shown(FIGURES._replace(failed=1, first_failure=cause))

@@ -30,11 +30,6 @@ KEY = "prompts.source"
 class Tasks(Protocol):
     """Where a run's tasks come from."""
 
-    @property
-    def num_tasks(self) -> int | None:
-        """How many there are; None if there is no end to them."""
-        ...
-
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """The tasks of a round; rounds count from 1, and 0 is a draw of its own."""
         ...
@@ -66,11 +61,6 @@ class MadeTasks:
     def __init__(self, source: str, make: Make, *, seed: int) -> None:
         self._source, self._make, self._seed = source, make, seed
 
-    @property
-    def num_tasks(self) -> None:
-        """There is no end to them."""
-        return
-
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """Tasks number round * batch_size and on."""
         return [self._task(round * batch_size + i) for i in range(batch_size)]
@@ -89,11 +79,6 @@ class FileTasks:
     def __init__(self, source: str, tasks: Sequence[Task], *, seed: int) -> None:
         self._source, self._tasks, self._seed = source, tasks, seed
         self._last: tuple[int, int, Ints] | None = None  # batch_size, epoch, its order
-
-    @property
-    def num_tasks(self) -> int:
-        """How many there are."""
-        return len(self._tasks)
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """The next `batch_size` tasks of the epochs' orders."""

@@ -237,6 +237,7 @@ def _dry_run(config: "Config") -> None:
 
 def _made_up_rows(config: "Config") -> "Rows":
     """Rows such as a first round may have; lengths are guesses within the limits of the config."""
+    from raggedright.report.run_events import COLUMNS
     from raggedright.rows import Rows
 
     chance = random.Random(config.seed)
@@ -250,7 +251,5 @@ def _made_up_rows(config: "Config") -> "Rows":
             for trajectory in range(chance.randint(1, 4)):
                 tokens = chance.randint(1, response)
                 records.append((str(prompt), session, trajectory, prompt_tokens, tokens, tokens))
-    names = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens", "loss_tokens")
-    return Rows.from_columns(
-        **{name: list(column) for name, column in zip(names, zip(*records, strict=True), strict=True)}
-    )
+    columns = zip(COLUMNS, zip(*records, strict=True), strict=True)
+    return Rows.from_columns(**{name: list(column) for name, column in columns})

@@ -79,7 +79,7 @@ def _rounds(setup: Setup, recorder: Recorder, stop: Stop, first: int) -> str:
     for round in range(first, config.train.rounds + 1):
         clock = Clock()
         with clock("rollout"):
-            sessions = [] if stop.requested else run_sessions(setup, round)
+            sessions = [] if stop.requested else run_sessions(setup, round, recorder.session_done(round))
             if world.any(stop.requested):  # all ranks are done with their sessions after this
                 return "interrupted"
         recorder.round(round, train_round(setup, round, sessions, clock))

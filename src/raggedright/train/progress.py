@@ -49,7 +49,9 @@ class Progress:
                 TextColumn("left"),
                 console=self._console,
             )
-            self._task = self._bar.add_task("", total=num_rounds, completed=done, words="first round")
+            self._task = self._bar.add_task(
+                "", total=num_rounds, completed=done, words="going on" if done else "first round"
+            )
             self._bar.start()
 
     def round(self, round: int, figures: Figures) -> None:
@@ -58,14 +60,27 @@ class Progress:
         if figures.first_failure and not self._told_of_failure:
             self._told_of_failure = True
             self.say(f"round {round}: the first session that failed, {figures.first_failure}; others are in the report")
+        now = monotonic()
         if self._bar is not None:
+            self._last_line = now
             self._bar.update(self._task, completed=round, words=str(figures))
             return
-        now = monotonic()
         if round in (1, self._num_rounds) or now - self._last_line >= SECONDS_A_LINE:
             self._last_line = now
             left = (now - self._began) / self._rounds_here * (self._num_rounds - round)
             self.say(f"round {round}/{self._num_rounds}  {figures}  {_time(left)} left")
+
+    def sessions(self, round: int, done: int, total: int) -> None:
+        """Sessions of this rank have ended; shown in a round that takes longer than a line may be awaited."""
+        now = monotonic()
+        if now - self._last_line < SECONDS_A_LINE:
+            return
+        self._last_line = now
+        words = f"{done:,} of {total:,} sessions on this rank"
+        if self._bar is not None:
+            self._bar.update(self._task, words=words)
+        else:
+            self.say(f"round {round}/{self._num_rounds}  {words}")
 
     def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after a round."""

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from raggedright.agents.recorder import OnDone
 from raggedright.config.schema import Config
 from raggedright.report.events import EventLog
+from raggedright.report.run_events import COLUMNS
+from raggedright.store.protocol import SessionKey
 from raggedright.train.progress import Figures, Progress
 from raggedright.train.round import RoundResult
 from raggedright.train.samples import sample_sessions
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
 
 EVENTS_FILE, TENSORBOARD_FOLDER = "events.jsonl", "tensorboard"
 MOST_FAILED = 20  # causes written down a round
-COLUMNS = ("prompt", "session", "trajectory", "prompt_tokens", "response_tokens", "loss_tokens")
 
 
 class Recorder:
@@ -48,6 +51,21 @@ class Recorder:
             sessions_found=num_found,
             world={"dp": setup.world.dp_size, "device": setup.world.device.type},
         )
+
+    def session_done(self, round: int) -> OnDone | None:
+        """What is to be told of each session of this rank that ends."""
+        if not self.setup.world.is_first:
+            return None
+        train, dp_size = self.config.train, self.setup.world.dp_size
+        total = ceil(train.batch_size * self.config.rollout.n / dp_size)
+        done = self.found.get(round, 0) // dp_size
+
+        def count(_key: SessionKey, _state: str) -> None:
+            nonlocal done
+            done = min(done + 1, total)
+            self.progress.sessions(round, done, total)
+
+        return count
 
     def round(self, round: int, result: RoundResult) -> None:
         """A round that has trained."""
@@ -133,6 +151,9 @@ def found_words(config: Config, first_round: int, num_found: int) -> str:
     num_sessions = config.train.batch_size * config.rollout.n
     checkpoint = f"the checkpoint of round {first_round - 1}" if first_round > 1 else "no checkpoint"
     left = max(0, config.train.rounds - first_round + 1)
+    if not left:
+        done = f"all {config.train.rounds:,} rounds are done; raise train.rounds for more"
+        return f"{config.out}: found {checkpoint}, and {done}"
     return (
         f"resuming {config.out}: found {checkpoint} and {num_found:,} of {num_sessions:,} sessions of round "
         f"{first_round}; {left:,} of {config.train.rounds:,} rounds to go"

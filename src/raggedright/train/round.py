@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raggedright.advantages import Scores
+from raggedright.agents.recorder import OnDone
 from raggedright.agents.vision import IMAGE_FIELDS
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
@@ -42,12 +43,13 @@ class RoundResult:
     seconds: dict[str, float]
 
 
-def run_sessions(setup: Setup, round: int) -> list[tuple[str, int]]:
+def run_sessions(setup: Setup, round: int, on_done: OnDone | None = None) -> list[tuple[str, int]]:
     """Run this rank's share of the round's sessions, but for those that the store has; all of them by name."""
     config = setup.config
     tasks = setup.tasks.of_round(round, config.train.batch_size)
     sessions = [(task, session) for task in tasks for session in range(config.rollout.n)]
-    setup.runner.run(setup.store, round=round, sessions=setup.world.share(sessions), resume=True)
+    share = setup.world.share(sessions)
+    setup.runner.run(setup.store, round=round, sessions=share, resume=True, on_done=on_done)
     return [(task.uid, session) for task, session in sessions]
 
 

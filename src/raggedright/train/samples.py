@@ -1,5 +1,6 @@
 """A few whole sessions of a round, token by token, for the report."""
 
+import json
 from collections.abc import Mapping
 
 import torch
@@ -26,15 +27,22 @@ def sample_sessions(setup: Setup, result: RoundResult, count: int) -> list[dict[
             for row, of_row in zip(rows, fields, strict=True)
         ]
         key = session.key
+        task = {str(name): _shown(value) for name, value in tasks[key.prompt].items()}
         names = {"prompt": key.prompt, "session": key.session, "score": session.score}
-        sampled.append({**names, "task": _shown(tasks[key.prompt]), "trajectories": trajectories})
+        sampled.append({**names, "task": task, "trajectories": trajectories})
     return sampled
 
 
-def _shown(data: Mapping[str, object]) -> dict[str, object]:
-    """A task's data, shortened to what a page shows and JSON takes."""
-    plain = (int, bool, type(None))
-    return {str(name): value if type(value) in plain else str(value)[:MOST_TASK] for name, value in data.items()}
+def _shown(value: object) -> object:
+    """A field of a task as JSON takes it, or its beginning as text where that is long or no JSON."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        text = str(value)
+    else:
+        if len(text) <= MOST_TASK:
+            return value
+    return text[:MOST_TASK]
 
 
 def _spread(result: RoundResult, count: int) -> list[SessionEntry]:

@@ -55,7 +55,6 @@ def test_jsonl_and_parquet_say_the_same(tmp_path: Path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(DATA), tmp_path / "t.parquet")
     source = write(tmp_path / "t.jsonl", ["\ufeff", *DATA[:2], "\n", *DATA[2:]])
     from_lines, from_table = load_tasks(source, seed=3), load_tasks(str(tmp_path / "t.parquet"), seed=3)
-    assert from_lines.num_tasks == from_table.num_tasks == 5
     assert from_lines.of_round(1, 5) == from_table.of_round(1, 5)
     assert {task.uid: task.data for task in from_lines.of_round(2, 5)} == {str(i): DATA[i] for i in range(5)}
 
@@ -97,7 +96,6 @@ def test_more_tasks_than_there_are_is_told_with_the_remedy(tmp_path: Path):
 
 def test_a_function_makes_endless_tasks():
     tasks = load_tasks("unit.agents.made_up_tasks:doubled", seed=9)
-    assert tasks.num_tasks is None
     assert tasks.of_round(3, 2) == [
         Task(uid="6", data={"question": [6, {"seed": 9}]}),
         Task(uid="7", data={"question": [7, {"seed": 9}]}),

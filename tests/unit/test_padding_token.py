@@ -21,8 +21,8 @@ def test_the_padding_token_is_the_one_given_or_the_first_eos(eos, given, token_i
 
 
 @pytest.mark.parametrize("tokenizer", [Tokens(None), Tokens([]), object()])
-def test_a_tokenizer_without_eos_needs_the_setting_padding_token_id(tokenizer):
-    with pytest.raises(ConfigError, match="set padding_token_id to any id of its vocabulary"):
+def test_a_tokenizer_without_eos_needs_one_or_the_setting(tokenizer):
+    with pytest.raises(ConfigError, match="give the tokenizer an eos_token, or padding_token_id any id"):
         padding_token_id(tokenizer)
 
 

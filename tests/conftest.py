@@ -14,7 +14,7 @@ settings.register_profile(
     max_examples=45,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2_500)
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2_000)
 settings.load_profile("default")
 
 

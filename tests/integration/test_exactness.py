@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from raggedright.check import run
 from raggedright.check.cases import Case, choices, covering_cases
@@ -110,7 +111,9 @@ def check(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_model_directory_of_ones_own_is_checked_and_json_says_what_was_found(tmp_path):
-    load_model("qwen3", "float32").save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    model = load_model("qwen3", "float32")
+    assert isinstance(model, PreTrainedModel)
+    model.save_pretrained(tmp_path)
     done = check("--model", str(tmp_path), "--dp", "2,3", "--dtype", "float64", "--most", "6", "--format", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

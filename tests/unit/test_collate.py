@@ -152,6 +152,7 @@ def test_padding_rows_are_found_behind_the_real_ones():
     [
         ({"input_ids": torch.arange(4)}, "row p0/0/0: input_ids has 4 tokens and the row 5"),
         ({"response_mask": torch.ones(2)}, "row p0/0/0: response_mask has 2 tokens and the response 3"),
+        ({"response_mask": torch.ones(0)}, "row p0/0/0: response_mask has 0 tokens and the response 3"),
         ({"response_mask": None}, "row p0/0/0: field response_mask is missing"),
         ({"position_ids": torch.arange(1, 6)}, "row p0/0/0: position_ids do not count up from 0"),
     ],

@@ -52,8 +52,9 @@ def pack_row(key: Key, fields: Fields) -> Packed:
     parts: list[bytes | memoryview] = []
     for name, value in fields.items():
         try:
-            if (vector := plain_vector(value)) is not None and vector.nbytes < LARGE:
-                types[name], head = _vector_head(name, value.dtype)  # type: ignore[attr-defined]
+            vector = plain_vector(value)
+            if vector is not None and vector.nbytes < LARGE and isinstance(value, Tensor):  # plain vectors are
+                types[name], head = _vector_head(name, value.dtype)
                 parts += (head, _U64.pack(len(vector)), vector.data)
                 continue
             types[name] = kind = type_name(value)

@@ -4,7 +4,8 @@ A field is joined when it is first asked for. A row that another rank has carrie
 asks for a row without the field, or with another number of tokens than the row has, gets an error that names it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -40,10 +41,10 @@ class Ragged(NamedTuple):
 class RowTokens:
     """The numbers and the tensors of rows; `fields` holds one mapping a row."""
 
-    def __init__(self, rows: Rows, fields: Sequence[Fields], joined: Mapping[str, Ragged] | None = None) -> None:
+    def __init__(self, rows: Rows, fields: Sequence[Fields]) -> None:
         self.rows, self.fields = rows, fields
         self.has_more = any(not row.keys().isdisjoint(_MORE) for row in fields)  # than vectors by token
-        self._joined: dict[str, Ragged] = dict(joined or {})
+        self._joined: dict[str, Ragged] = {}
 
     @property
     def mask_name(self) -> str:
@@ -65,8 +66,9 @@ class RowTokens:
 
     def with_responses(self, name: str, flat: Tensor) -> "RowTokens":
         """The same with one field more, a value for each response token of all rows."""
-        joined = {**self._joined, name: Ragged.of(flat, self.rows.response_tokens)}
-        return RowTokens(self.rows, self.fields, joined)
+        more = copy(self)
+        more._joined = {**self._joined, name: Ragged.of(flat, self.rows.response_tokens)}
+        return more
 
     def _take(self, name: str, at: Ints, tokens: Ints, what: str) -> Tensor:
         column = self._joined[name]
@@ -74,7 +76,7 @@ class RowTokens:
         if len(wrong):
             i = int(at[wrong[0]])
             key, found = self.rows.key[i], int(column.sizes[i])
-            if found:
+            if found or self.fields[i].get(name) is not None:
                 raise RowsError(
                     f"row {key}: {name} has {found} tokens and the {what} {tokens[wrong[0]]}; they must agree"
                 )

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -131,13 +132,21 @@ def test_what_is_dead_is_reported_in_seconds(store: TransferQueueStore, started:
     started.pop()  # whichever test comes next starts anew, on the same Ray
 
 
-def end(actor: Any) -> None:
-    """Kill an actor and wait until its process is gone: ray.kill returns before, and what still lives still answers."""
+@contextmanager
+def ending(actor: Any) -> Iterator[None]:
+    """Wait until an actor's process is gone: ray.kill returns before, and what still lives still answers."""
     import ray
 
     process = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30))
-    ray.kill(actor)
+    yield
     process.wait(30)
+
+
+def end(actor: Any) -> None:
+    import ray
+
+    with ending(actor):
+        ray.kill(actor)
 
 
 def says(what: str, use: Callable[[], object]) -> None:
@@ -212,7 +221,8 @@ def test_when_the_owner_ends_its_ray_the_others_say_so_and_can_start_one_of_thei
     owner = TransferQueueStore(run="run of two")
     address, other = owner.address, Client(owner.address, "run of two")
     assert [other.hear(), other.ask("open"), other.ask("a")] == [None, False, None]
-    owner.close()
+    with ending(owner._link.sessions):
+        owner.close()
     began = monotonic()
     assert "RaggedRightSessions is dead" in str(other.ask("list"))
     assert f"nobody listens at {address}" in str(other.ask("open"))
@@ -255,7 +265,8 @@ def test_of_two_that_start_at_once_one_owns_it_and_when_it_ends_the_others_say_s
     mine = TransferQueueStore(ray.get_runtime_context().gcs_address, run="run of two")
     assert [owner.ask("list"), other.ask("list"), [e.key.prompt for e in mine.list()]] == [["a", "b"]] * 3
 
-    assert owner.ask("close") is None
+    with ending(mine._link.sessions):
+        assert owner.ask("close") is None
     says("RaggedRightSessions is dead", mine.list)
     assert "RaggedRightSessions is dead" in str(other.ask("list"))
 

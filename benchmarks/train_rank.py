@@ -13,9 +13,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from raggedright.agents.recorder import Recorder as SessionRecorder
+from raggedright.agents.recorder import SessionRecorder
 from raggedright.train.rank import run_rank
-from raggedright.train.record import Recorder
+from raggedright.train.record import RunRecorder
 from raggedright.train.round import RoundResult
 from train_gate import Gate
 
@@ -25,7 +25,7 @@ def main() -> None:
     is_first = os.environ.get("RANK", "0") == "0"
     gate = Gate(warm) if is_first else None
     put_seconds = 0.0
-    put_ended, record = SessionRecorder.put_ended, Recorder.round
+    put_ended, record = SessionRecorder.put_ended, RunRecorder.round
     left = warm
 
     def timed_put(self: SessionRecorder) -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         put_ended(self)
         put_seconds += perf_counter() - began
 
-    def timed_record(self: Recorder, round: int, result: RoundResult) -> None:
+    def timed_record(self: RunRecorder, round: int, result: RoundResult) -> None:
         nonlocal put_seconds, left
         began = perf_counter()
         record(self, round, result)
@@ -49,7 +49,7 @@ def main() -> None:
         if left == 0:
             left = _from_first(following)
 
-    SessionRecorder.put_ended, Recorder.round = timed_put, timed_record
+    SessionRecorder.put_ended, RunRecorder.round = timed_put, timed_record
     run_rank(Path(sys.argv[1]))
 
 

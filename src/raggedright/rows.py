@@ -22,6 +22,9 @@ from raggedright.arrays import Bools, Ints, Strings
 from raggedright.errors import RowsError
 from raggedright.records import COUNTS, FIELDS, LARGEST, check_record, parse_lines, too_many_loss_tokens
 
+PADDING_GROUP = "<padding>"
+"""How the prompts of padding rows begin; where a field has numbers for prompts, those of padding rows are negative."""
+
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Rows:
@@ -140,7 +143,7 @@ class Rows:
 
     def with_padding(self, count: int, tokens: int) -> "Rows":
         """These rows, then `count` padding rows of `tokens` tokens whose prompts are unlike any real one."""
-        prefix = "<padding>"
+        prefix = PADDING_GROUP
         while any(name.startswith(prefix) for name in self.prompt.tolist()):
             prefix = f"<{prefix}>"
         zeros = np.zeros(count, dtype=np.int64)

@@ -68,4 +68,4 @@ def test_large_fields_stand_apart_and_come_back(path: Path) -> None:
             store.get([row(key(), 1)], names)
         ask = store._database.connection().execute
         assert ask("SELECT name FROM fields ORDER BY name").fetchall() == [(name,) for name in sorted(large)]
-        assert ask("SELECT max(length(value)) < 300 FROM packs").fetchone() == (1,)
+        assert ask("SELECT max(length(value)) < 300 FROM row_values").fetchone() == (1,)

@@ -21,10 +21,12 @@ def run_and_kill(path: Path, seed: int, whats: list[str], chance: random.Random)
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-    for table in ("packs", "fields"):
+    for table in ("row_values", "fields"):
         orphans = f"SELECT count(*) FROM {table} WHERE row_id NOT IN (SELECT id FROM rows)"
         assert connection.execute(orphans).fetchone() == (0,)
-    assert connection.execute("SELECT count(*) FROM rows WHERE id NOT IN (SELECT row_id FROM packs)").fetchone() == (0,)
+    assert connection.execute(
+        "SELECT count(*) FROM rows WHERE id NOT IN (SELECT row_id FROM row_values)"
+    ).fetchone() == (0,)
     connection.close()
 
 

@@ -60,7 +60,7 @@ def test_a_store_can_be_opened_again(path: Path) -> None:
         ("PRAGMA application_id = 5", "another program"),
         ("CREATE TABLE more (x)", "tables"),
         ("DROP VIEW tags", "tables"),
-        ("CREATE TRIGGER t AFTER INSERT ON packs BEGIN DELETE FROM packs; END", "tables"),
+        ("CREATE TRIGGER t AFTER INSERT ON row_values BEGIN DELETE FROM row_values; END", "tables"),
     ],
 )
 def test_a_file_of_another_version_or_program_is_refused_and_stays_as_it_was(
@@ -235,7 +235,7 @@ def test_a_delete_that_was_killed_half_way_hides_all_and_is_completed(path: Path
             store.get([row(key("p", 1))], ["input_ids"])
         store.delete(0)
     connection = sqlite3.connect(path)
-    for table in ("sessions", "rows", "packs", "fields", "types"):
+    for table in ("sessions", "rows", "row_values", "fields", "types"):
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
     connection.close()
 
@@ -249,9 +249,11 @@ def test_the_shell_can_ask_it(path: Path) -> None:
     assert ask("SELECT max(value) FROM tags WHERE name = 'turn'") == [(19,)]
     assert ask("SELECT sum(prompt_tokens + response_tokens) FROM rows WHERE NOT is_padding") == [(20 * (2_001 + 6),)]
     assert ask("SELECT type FROM types WHERE name = 'input_ids'") == [("torch.int64",)]
-    packed = decode(ask("SELECT p.value FROM packs p JOIN rows r ON r.id = p.row_id WHERE r.response_tokens = 5")[0][0])
-    assert isinstance(packed, dict)
-    assert same(packed["input_ids"], torch.arange(6))
+    whole = decode(
+        ask("SELECT p.value FROM row_values p JOIN rows r ON r.id = p.row_id WHERE r.response_tokens = 5")[0][0]
+    )
+    assert isinstance(whole, dict)
+    assert same(whole["input_ids"], torch.arange(6))
     assert "input_ids" in json.loads(ask("SELECT fields FROM rows LIMIT 1")[0][0])
     connection.close()
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raggedright import Rows, token_weights
@@ -28,6 +29,11 @@ RUBBISH = {"log_probs": -120.0, "old_log_probs": math.inf, "ref_log_probs": math
            "entropy": math.nan, "values": 1e30, "old_values": math.inf, "returns": math.nan}  # fmt: skip
 
 
+def weights_from(masks: list[Tensor], *, loss: ArrayLike, mean: ArrayLike) -> TokenWeights:
+    flat = torch.cat(masks) if masks else torch.zeros(0)
+    return TokenWeights.from_mask(flat, [mask.size(0) for mask in masks], loss=loss, mean=mean)
+
+
 @dataclass
 class Batch:
     rows: Rows
@@ -39,7 +45,7 @@ class Batch:
         loss = token_weights(self.rows, loss_agg, loss_norm_tokens=16)
         mean = token_weights(self.rows, "token-mean")
         at = np.array(positions, dtype=int)
-        return TokenWeights.from_masks([self.masks[i] for i in positions], loss=loss[at], mean=mean[at])
+        return weights_from([self.masks[i] for i in positions], loss=loss[at], mean=mean[at])
 
     def flat(self, positions=None) -> dict[str, Tensor]:
         positions = range(len(self.rows)) if positions is None else positions

@@ -119,3 +119,8 @@ def test_choices_that_need_torch_elsewhere_are_the_same_here():
     policy_loss, estimator = Algorithm.model_fields["policy_loss"], Reference.model_fields["estimator"]
     assert get_args(policy_loss.annotation) == get_args(PolicyLoss)
     assert get_args(estimator.annotation) == get_args(KlEstimator)
+
+
+@pytest.mark.parametrize(("policy", "attempts"), [("exclude", 1), ("zero", 1), ("retry", 6)])
+def test_only_the_policy_retry_runs_a_failed_session_again(policy, attempts):
+    assert config_with(rollout={"on_failure": policy, "retries": 5}).rollout.attempts == attempts

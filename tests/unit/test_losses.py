@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from raggedright import ConfigError
-from raggedright.tensors.losses import KlEstimator, TokenWeights, kl_loss, policy_loss, value_loss
-from unit.loss_batch import LOSS_AGGS, all_losses, make_batch, total_loss
+from raggedright.tensors.losses import KlEstimator, kl_loss, policy_loss, value_loss
+from unit.loss_batch import LOSS_AGGS, all_losses, make_batch, total_loss, weights_from
 
 torch.set_num_threads(1)
 
@@ -129,7 +129,7 @@ def test_gspo_gives_the_gradient_of_the_sequence_ratio():
 
 
 def test_log_ratios_far_apart_stay_finite():
-    weights = TokenWeights.from_masks([torch.ones(2)], loss=[0.5], mean=[0.5])
+    weights = weights_from([torch.ones(2)], loss=[0.5], mean=[0.5])
     for sign in (1.0, -1.0):
         for kind in ("ppo", "gspo", "reinforce"):
             log_probs = torch.tensor([-120.0 * sign, -1.0], requires_grad=True)
@@ -143,7 +143,7 @@ def test_log_ratios_far_apart_stay_finite():
 
 def test_log_ratios_are_clamped_where_verl_clamps_them():
     """Beyond a clamp the value stays and the gradient is zero."""
-    weights = TokenWeights.from_masks([torch.ones(1)], loss=[1.0], mean=[1.0])
+    weights = weights_from([torch.ones(1)], loss=[1.0], mean=[1.0])
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     for loss, log_prob, limit in (
         (lambda x: policy_loss(x, zero, -one, weights, kind="ppo"), 21.0, math.exp(20)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from raggedright import Rows, token_weights
 from raggedright.plan.layout import LossAgg
 from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, policy_loss
-from unit.loss_batch import LEARNED, LOSS_AGGS, NAMES, all_losses, make_batch, run, total_loss
+from unit.loss_batch import LEARNED, LOSS_AGGS, NAMES, all_losses, make_batch, run, total_loss, weights_from
 
 torch.set_num_threads(1)
 
@@ -34,7 +34,7 @@ def test_cuts_order_and_padding_change_neither_losses_nor_metrics_nor_gradients(
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "reinforce"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_padding_alone_gives_zero_loss_with_a_graph_and_zero_gradients(rubbish, kind, dtype):
-    weights = TokenWeights.from_masks([torch.zeros(2), torch.zeros(1)], loss=[0.0, 0.0], mean=[0.0, 0.0])
+    weights = weights_from([torch.zeros(2), torch.zeros(1)], loss=[0.0, 0.0], mean=[0.0, 0.0])
     flat = {name: torch.full((3,), rubbish, dtype=dtype, requires_grad=name in LEARNED) for name in NAMES}
     for kl in ("k1", "k2", "k3"):
         sums = all_losses(flat, weights, kind=kind, kl=kl)
@@ -48,7 +48,7 @@ def test_padding_alone_gives_zero_loss_with_a_graph_and_zero_gradients(rubbish, 
 
 
 def test_a_micro_batch_without_a_token_gives_zero_with_a_graph():
-    weights = TokenWeights.from_masks([], loss=[], mean=[])
+    weights = weights_from([], loss=[], mean=[])
     flat = {name: torch.zeros(0, requires_grad=name in LEARNED) for name in NAMES}
     total = total_loss(all_losses(flat, weights))
     total.backward()
@@ -68,7 +68,7 @@ def weights_of(rows: Rows, loss_agg: LossAgg = "token-mean", positions=None, nor
     at = np.arange(len(rows)) if positions is None else np.array(positions)
     masks = [torch.full((int(rows.response_tokens[i]),), not rows.is_padding[i]) for i in at]
     loss, mean = token_weights(rows, loss_agg, loss_norm_tokens=norm), token_weights(rows, "token-mean")
-    return TokenWeights.from_masks(masks, loss=loss[at], mean=mean[at])
+    return weights_from(masks, loss=loss[at], mean=mean[at])
 
 
 def gradient_of(log_probs: Tensor, weights: TokenWeights) -> Tensor:

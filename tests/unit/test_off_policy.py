@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from raggedright import token_weights
-from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.off_policy import off_policy_metrics
-from unit.loss_batch import Batch, make_batch
+from unit.loss_batch import Batch, make_batch, weights_from
 
 torch.set_num_threads(1)
 
@@ -66,7 +65,7 @@ def test_padding_rows_leave_perplexity_alone():
     naive = (math.exp(2) + 3 * math.exp(0)) / 4
     assert (round(math.exp(2), 2), round(naive, 2)) == (7.39, 2.60)
     masks = [torch.ones(5), *[torch.zeros(1)] * 3]
-    weights = TokenWeights.from_masks(masks, loss=[0.2, 0, 0, 0], mean=[0.2, 0, 0, 0])
+    weights = weights_from(masks, loss=[0.2, 0, 0, 0], mean=[0.2, 0, 0, 0])
     log_probs = torch.tensor([-2.0] * 5 + [0.0] * 3)
     metrics = off_policy_metrics(log_probs, log_probs - 0.5, weights, torch.tensor([1.0, 0, 0, 0]))
     assert metrics["rollout_corr/training_ppl"].item() == pytest.approx(math.exp(2))
@@ -80,7 +79,7 @@ def test_token_weights_do_not_touch_row_metrics():
     by_token = run_cuts(batch, [list(range(8))])
     loss = token_weights(batch.rows, "session-mean")
     mean = token_weights(batch.rows, "token-mean")
-    weights = TokenWeights.from_masks(batch.masks, loss=loss, mean=mean)
+    weights = weights_from(batch.masks, loss=loss, mean=mean)
     real_rows = torch.from_numpy(batch.rows.loss_tokens > 0)
     flat = batch.flat()
     metrics = off_policy_metrics(flat["log_probs"], flat["old_log_probs"], weights, real_rows / real_rows.sum())

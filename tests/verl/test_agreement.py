@@ -64,8 +64,7 @@ def weights_of(loss_agg: LossAgg) -> TokenWeights:
         response_tokens=LENGTHS, loss_tokens=MASK.sum(-1).numpy(),
     )  # fmt: skip
     loss = token_weights(rows, loss_agg, loss_norm_tokens=WIDTH)
-    masks = [MASK[i, :length] for i, length in enumerate(LENGTHS)]
-    return TokenWeights.from_masks(masks, loss=loss, mean=token_weights(rows, "token-mean"))
+    return TokenWeights.from_mask(flat(MASK), LENGTHS, loss=loss, mean=token_weights(rows, "token-mean"))
 
 
 def actor_config(loss_agg: LossAgg):

@@ -3,8 +3,8 @@
 Every session cuts a task's digits into chunks of its own, so that sessions of one prompt differ in their number of
 trajectories for as long as they run. A reply is one digit and then the end of text; anything else is malformed.
 
-    -:37=       a first chunk with no memory yet, or a worker's chunk
-    4:19=       memory 4 and the next chunk, or what workers reported and the main agent's chunk
+    -:37=       a first chunk with no memory yet, or a sub-agent's chunk
+    4:19=       memory 4 and the next chunk, or what sub-agents reported and the main agent's chunk
 
 Reward: 0.1 if every reply is well-formed, and 0.9 if then the answer is exact.
 """

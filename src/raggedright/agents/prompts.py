@@ -31,7 +31,7 @@ class Tasks(Protocol):
     """Where a run's tasks come from."""
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
-        """The tasks of a round; rounds count from 1, and 0 is a draw of its own."""
+        """The tasks of a round; rounds count from 1."""
         ...
 
 
@@ -88,8 +88,6 @@ class FileTasks:
                 f"{batch_size:,} different tasks are wanted at once and {self._source} has {size:,}; "
                 "lower train.batch_size (or eval.prompts), or add tasks"
             )
-        if round == 0:
-            return [self._tasks[i] for i in self._shuffled(-1)[:batch_size]]
         epoch, start = divmod((round - 1) * batch_size, size)
         order = self._order(epoch, batch_size)[start : start + batch_size]
         rest = batch_size - len(order)

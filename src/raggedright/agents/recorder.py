@@ -17,7 +17,7 @@ MOMENT = 0.5  # seconds that a session which has ended may wait for others
 OnDone = Callable[[SessionKey, str], None]
 
 
-class Outcome(NamedTuple):
+class AttemptResult(NamedTuple):
     """What an attempt came to: rows and a score, or a cause."""
 
     cause: str = ""
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     score: float | None = None
 
 
-class Recorder:
+class SessionRecorder:
     """Attempts that have ended, and how they get into the store.
 
     `open` has the current attempt of each session that is not final.
@@ -38,11 +38,11 @@ class Recorder:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(
-        self, loop: asyncio.AbstractEventLoop, key: SessionKey, outcome: Outcome, *, is_last: bool,
+        self, loop: asyncio.AbstractEventLoop, key: SessionKey, result: AttemptResult, *, is_last: bool,
         on_error: Callable[[Exception], None],
     ) -> None:  # fmt: skip
         """Take an attempt that has ended; it is put in a moment, and what goes wrong then is told."""
-        self._ended.append((_new_session(key, outcome), is_last))
+        self._ended.append((_new_session(key, result), is_last))
         if self._timer is None:
             self._timer = loop.call_later(MOMENT, self._put_soon, on_error)
 
@@ -64,7 +64,7 @@ class Recorder:
     def put_cancelled(self, *, record: bool) -> None:
         """Record those that have ended as they are, and all that are open as failed if that is asked for."""
         self.put_ended()
-        self._ended = [(_new_session(key, Outcome(CANCELLED)), True) for key in self.open.values() if record]
+        self._ended = [(_new_session(key, AttemptResult(CANCELLED)), True) for key in self.open.values() if record]
         self.put_ended()
 
     def _put_soon(self, on_error: Callable[[Exception], None]) -> None:
@@ -74,6 +74,6 @@ class Recorder:
             on_error(error)
 
 
-def _new_session(key: SessionKey, outcome: Outcome) -> NewSession:
-    state = "failed" if outcome.cause else "finished"
-    return NewSession(key, outcome.rows, state, outcome.cause, outcome.score)
+def _new_session(key: SessionKey, result: AttemptResult) -> NewSession:
+    state = "failed" if result.cause else "finished"
+    return NewSession(key, result.rows, state, result.cause, result.score)

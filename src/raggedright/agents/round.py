@@ -16,12 +16,12 @@ from inspect import isawaitable
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.causes import cause_of, one_line
-from raggedright.agents.recorder import CANCELLED, Outcome, Recorder
+from raggedright.agents.recorder import CANCELLED, AttemptResult, SessionRecorder
 from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Vision
-from raggedright.agents.watchdog import Clock, Guarded, GuardedLoop, Unguarded, Watchdog
+from raggedright.agents.watchdog import Guarded, GuardedLoop, LoopTime, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
 from raggedright.store.protocol import SessionKey
@@ -36,8 +36,8 @@ _PLAIN = (str, int, float, bool, type(None))
 _log = logging.getLogger(__name__)
 
 
-class Round:
-    """One run: its loop, its sessions under way, and how it ends."""
+class RoundRun:
+    """A round's sessions on one rank: their loop, those under way, and how all end."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Round:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         settings: RolloutSettings,
-        recorder: Recorder,
+        recorder: SessionRecorder,
         vision: Vision | None = None,
     ) -> None:
         self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
@@ -53,7 +53,7 @@ class Round:
         self._recorder = recorder
         self._context_tokens = engine.context_tokens
         self._grace = min(MOST_GRACE, settings.timeout)
-        self._clock = Clock()
+        self._time = LoopTime()
         self._active: dict[Guarded, Session] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
@@ -73,7 +73,7 @@ class Round:
                     with suppress(RaggedRightError):  # the first error says more
                         self._recorder.put_ended()
                     raise self._error from None
-                if not self._clock.stopped:
+                if not self._time.stopped:
                     raise RaggedRightError(_CANCELLED_OTHERS) from None
                 self._recorder.put_cancelled(record=self._records_cancelled)
             except KeyboardInterrupt:
@@ -87,7 +87,7 @@ class Round:
     def cancel(self, *, record: bool) -> None:
         """From anywhere: end the run."""
         self._records_cancelled = record
-        self._clock.stopped = True
+        self._time.stopped = True
         with suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._stop)
 
@@ -102,17 +102,17 @@ class Round:
         self._recorder.put_ended()
 
     async def _work(self, waiting: Iterator[tuple[Task, SessionKey]]) -> None:
-        """One of `concurrency` workers: run the next session that waits, with its retries."""
+        """Run one waiting session after another, each with its attempts; `concurrency` of these run at once."""
         for task, key in waiting:
-            last_attempt = key.attempt + self._settings.num_attempts - 1
+            last_attempt = key.attempt + self._settings.attempts - 1
             is_last = False
             while not is_last:
-                outcome = await self._attempt(task, key)
-                is_last = not outcome.cause or key.attempt == last_attempt
-                self._recorder.add(self._loop, key, outcome, is_last=is_last, on_error=self._fail)
+                result = await self._attempt(task, key)
+                is_last = not result.cause or key.attempt == last_attempt
+                self._recorder.add(self._loop, key, result, is_last=is_last, on_error=self._fail)
                 key = key._replace(attempt=key.attempt + 1)
 
-    async def _attempt(self, task: Task, key: SessionKey) -> Outcome:
+    async def _attempt(self, task: Task, key: SessionKey) -> AttemptResult:
         """Run the agent once; it has returned, failed, or been left behind."""
         settings = self._settings
         session = Session(
@@ -124,7 +124,7 @@ class Round:
             context_tokens=self._context_tokens,
             vision=self._vision,
         )
-        guard = Guarded(self._clock, settings.timeout, self._loop.create_future())
+        guard = Guarded(self._time, settings.timeout, self._loop.create_future())
         self._active[guard] = session
         running = self._loop.create_task(self._call(session), context=guard.context())
         running.add_done_callback(guard.wake)
@@ -137,8 +137,8 @@ class Round:
             self._end(guard, late := f"timed out after {settings.timeout:g} s")
             await asyncio.wait({running}, timeout=self._grace)
             if not guard.blocked_for:
-                return Outcome(f"{late}; make it faster, or raise rollout.timeout")
-        return _outcome(running, session, guard)
+                return AttemptResult(f"{late}; make it faster, or raise rollout.timeout")
+        return _result_of(running, session, guard)
 
     def _look_at_clocks(self) -> None:
         """One timer for all sessions: wake those whose time is over, and look again when the next one's may be."""
@@ -188,7 +188,7 @@ class Round:
 
     def _end_all(self) -> None:
         for guard in [*self._active]:
-            self._end(guard, CANCELLED if self._clock.stopped else "the run has ended")
+            self._end(guard, CANCELLED if self._time.stopped else "the run has ended")
 
     def _drive(self, future: asyncio.Task[object] | asyncio.Task[None]) -> None:
         while True:
@@ -228,25 +228,27 @@ def _copied(data: Mapping[str, object]) -> Mapping[str, object]:
     return copied if type(data) is dict and len(copied) == len(data) else deepcopy(data)
 
 
-def _outcome(running: asyncio.Task[object], session: Session, guard: Guarded) -> Outcome:
+def _result_of(running: asyncio.Task[object], session: Session, guard: Guarded) -> AttemptResult:
     """What the agent's end means: a session needs a finite reward and a trajectory or more."""
     ran = running.done() and not running.cancelled()
     error = running.exception() if ran else asyncio.CancelledError()
     if guard.blocked_for and (error is None or isinstance(error, asyncio.CancelledError)):
-        return Outcome(f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
+        return AttemptResult(f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
     if error is not None:
-        return Outcome(cause_of(error, __file__))
+        return AttemptResult(cause_of(error, __file__))
     value = running.result()
     score = finite(value)
     if score is None:
         shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
-        return Outcome(one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
+        return AttemptResult(one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
     if not session.num_trajectories:
-        return Outcome("returned without a trajectory; open one with session.trajectory(prompt) and generate in it")
+        return AttemptResult(
+            "returned without a trajectory; open one with session.trajectory(prompt) and generate in it"
+        )
     try:
-        return Outcome(rows=session.rows(), score=score)
+        return AttemptResult(rows=session.rows(), score=score)
     except SessionError as invalid:
-        return Outcome(one_line(f"SessionError: {invalid}"))
+        return AttemptResult(one_line(f"SessionError: {invalid}"))
 
 
 def _leave_behind(task: asyncio.Task[object]) -> None:

@@ -2,8 +2,8 @@
 
 An agent can fail its own session only. Whatever it raises, returns or leaves undone becomes the cause of that session's
 failure; the other sessions record the same bits as without it. Three errors are not an agent's and end the run: the
-store's, the engine's, and the user's Ctrl-C. `on_failure` "retry" runs a failed session again under the next attempt;
-what the others mean for a group is the trainer's business.
+store's, the engine's, and the user's Ctrl-C. A failed session runs again under the next attempt, as often as the
+settings say; what its failure means for its group is the trainer's business.
 
 All sessions share one event loop in the calling thread; puts happen in that loop, in one place (`recorder`).
 
@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.recorder import OnDone, Recorder
-from raggedright.agents.round import Round
+from raggedright.agents.recorder import OnDone, SessionRecorder
+from raggedright.agents.round import RoundRun
 from raggedright.agents.session import Agent, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.vision import Vision
@@ -43,7 +43,7 @@ class Runner:
     ) -> None:
         self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
         self._vision = vision
-        self._round: Round | None = None
+        self._round: RoundRun | None = None
 
     def run(
         self,
@@ -75,11 +75,11 @@ class Runner:
         for entry in store.list(round=round):  # in the order of attempts
             if (pair := (entry.key.prompt, entry.key.session)) in next_attempt:
                 next_attempt[pair] = entry.key.attempt + 1
-                if resume and (entry.state == "finished" or entry.key.attempt + 1 >= settings.num_attempts):
+                if resume and (entry.state == "finished" or entry.key.attempt + 1 >= settings.attempts):
                     del next_attempt[pair], pairs[pair]
         keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
-        recorder = Recorder(store, keys, on_done)
-        self._round = Round(self._agent, self._engine, self._tokenizer, settings, recorder, self._vision)
+        recorder = SessionRecorder(store, keys, on_done)
+        self._round = RoundRun(self._agent, self._engine, self._tokenizer, settings, recorder, self._vision)
         try:
             self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
         finally:

@@ -1,12 +1,9 @@
 """How a round's sessions run: plain numbers, made from the config's section `rollout`."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from raggedright.errors import ConfigError
 from raggedright.rollout.protocol import Sampling
-
-OnFailure = Literal["exclude", "zero", "retry"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +11,7 @@ class RolloutSettings:
     """Limits of a session and of a round.
 
     `sampling.max_tokens` is what a generation may have if the agent does not say; `timeout` is in seconds a session;
-    `retries` counts the attempts after the first one, with on_failure "retry" alone.
+    `attempts` is how often a session that fails is run, in all.
     """
 
     sampling: Sampling
@@ -22,21 +19,13 @@ class RolloutSettings:
     max_trajectories: int = 1024
     concurrency: int = 1024
     timeout: float = 300.0
-    retries: int = 0
-    on_failure: OnFailure = "exclude"
+    attempts: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"max_row_tokens": 2, "max_trajectories": 1, "concurrency": 1, "retries": 0}
+        least = {"max_row_tokens": 2, "max_trajectories": 1, "concurrency": 1, "attempts": 1}
         for name, at_least in least.items():
             if (value := getattr(self, name)) < at_least:
                 raise ConfigError(f"rollout.{name} is {value}; it is a whole number from {at_least}")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"rollout.timeout is {self.timeout}; it is a positive number of seconds")
-        if self.on_failure not in get_args(OnFailure):
-            raise ConfigError(f"rollout.on_failure is {self.on_failure!r}; it takes {', '.join(get_args(OnFailure))}")
-
-    @property
-    def num_attempts(self) -> int:
-        """How often a session that fails is run, in all."""
-        return 1 + (self.retries if self.on_failure == "retry" else 0)

@@ -30,7 +30,7 @@ class AgentBlocked(BaseException):
     """Raised inside an agent's own code; no Exception, so that `except Exception` does not swallow it."""
 
 
-class Clock:
+class LoopTime:
     """How long agents' code has held the loop, in all; `stopped` when the run is cancelled, and all time is over."""
 
     def __init__(self) -> None:
@@ -41,24 +41,24 @@ class Clock:
 class Guarded:
     """One attempt of a session as the watchdog sees it: its time, and the tasks that it started."""
 
-    def __init__(self, clock: Clock, timeout: float, waiter: "Future[None]") -> None:
+    def __init__(self, time: LoopTime, timeout: float, waiter: "Future[None]") -> None:
         self.waiter = waiter  # done when its agent has returned, or its time is over
         self.blocked_for = 0.0  # seconds of the block that was interrupted
         self.ended = False
         self.tasks: set[Task[object]] = set()
-        self._clock, self._timeout = clock, timeout
-        self._started, self._blocked_before, self._own_blocked = monotonic(), clock.blocked, 0.0
+        self._time, self._timeout = time, timeout
+        self._started, self._blocked_before, self._own_blocked = monotonic(), time.blocked, 0.0
 
     @property
     def seconds_left(self) -> float:
         """Of its time-out; what other sessions' code blocked does not count."""
-        others = self._clock.blocked - self._blocked_before - self._own_blocked
+        others = self._time.blocked - self._blocked_before - self._own_blocked
         return 0.0 if self.ended else self._timeout - (monotonic() - self._started - others)
 
     @property
     def is_over(self) -> bool:
         """Whether its code may be interrupted."""
-        return self.seconds_left <= 0 or self._clock.stopped
+        return self.seconds_left <= 0 or self._time.stopped
 
     def wake(self, _task: Task[object] | None = None) -> None:
         """Let whoever waits for it go on."""
@@ -67,7 +67,7 @@ class Guarded:
 
     def add_blocked(self, seconds: float) -> None:
         """Its own code held the loop."""
-        self._clock.blocked += seconds
+        self._time.blocked += seconds
         self._own_blocked += seconds
 
     def context(self) -> Context:

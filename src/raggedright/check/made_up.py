@@ -1,4 +1,8 @@
-"""A made-up batch for a model: ragged sessions with tokens, masks, log-probs, advantages, and images in some rows."""
+"""A made-up batch for a model: ragged sessions with tokens, masks, log-probs, advantages, and images in some rows.
+
+Invariants: the same for the same seed; every case that a cut can get wrong is in it: sessions without a row, rows
+without a loss token, observed tokens among generated ones, ratios on both sides of the clip.
+"""
 
 import numpy as np
 import torch
@@ -46,7 +50,7 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
         for i, row in enumerate(fields):
             log_probs, _ = row_outputs(model, rows, i, row)
             row["old_log_probs"] = log_probs + row.pop("old_noise")
-            row["ref_log_prob"] = log_probs + row.pop("ref_noise")
+            row["ref_log_probs"] = log_probs + row.pop("ref_noise")
             row["rollout_log_probs"] = log_probs + row.pop("rollout_noise")
     return MadeUp(rows, fields)
 
@@ -90,7 +94,7 @@ def _row(rng: np.random.Generator, config: PretrainedConfig, vocab: int, dtype: 
         "rollout_noise": 0.1 * noise[2],
         "advantages": noise[3],
         "returns": noise[4],
-        "old_values": 0.5 * noise[5],
+        "values": 0.5 * noise[5],
     }
     return row
 

@@ -139,7 +139,7 @@ def _row_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-token losses of one row's loss tokens, and the per-token metrics."""
     if case.critic:
-        old, returns = row["old_values"], row["returns"]
+        old, returns = row["values"], row["returns"]
         clipped = torch.maximum(torch.minimum(outputs, old + VALUE_CLIP), old - VALUE_CLIP)
         plain, bounded = (outputs - returns) ** 2, (clipped - returns) ** 2
         return torch.maximum(plain, bounded) / 2, {"critic/vf_clipfrac": (bounded > plain).double()}
@@ -155,7 +155,7 @@ def _row_losses(
         plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         loss = torch.maximum(plain, bounded)
         metrics["actor/pg_clipfrac"] = (bounded > plain).double()
-    difference = outputs - row["ref_log_prob"]
+    difference = outputs - row["ref_log_probs"]
     kl = {
         "none": torch.zeros_like(difference),
         "k1": difference,

@@ -43,8 +43,8 @@ from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.routing import Routers, find_routers
 from raggedright.tensors.schema import infer_schema
 
-ACTOR_FIELDS = ("old_log_probs", "ref_log_prob", "advantages")
-CRITIC_FIELDS = ("old_values", "returns")
+ACTOR_FIELDS = ("old_log_probs", "ref_log_probs", "advantages")
+CRITIC_FIELDS = ("values", "returns")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
 
@@ -170,7 +170,7 @@ def batch_metrics(batch: TensorBatch) -> dict[str, float]:
 def _critic_loss(model: nn.Module, micro: MicroBatch) -> Sums:
     fields = micro.fields
     return value_loss(
-        forward_values(model, micro), fields["old_values"], fields["returns"], micro.weights, clip=VALUE_CLIP
+        forward_values(model, micro), fields["values"], fields["returns"], micro.weights, clip=VALUE_CLIP
     )
 
 
@@ -184,7 +184,7 @@ def _actor_loss(model: nn.Module, micro: MicroBatch, case: Case) -> Sums:
     if case.entropy:
         loss = loss - ENTROPY_COEF * bonus.loss
     if case.kl != "none":
-        penalty = kl_loss(log_probs, micro.fields["ref_log_prob"], weights, kind=case.kl)
+        penalty = kl_loss(log_probs, micro.fields["ref_log_probs"], weights, kind=case.kl)
         loss, metrics = loss + KL_COEF * penalty.loss, {**metrics, **penalty.metrics}
     return Sums(loss, metrics)
 

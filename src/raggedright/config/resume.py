@@ -1,4 +1,8 @@
-"""Going on with a run under another config: what may differ, and what would make it another run."""
+"""Going on with a run under another config: what may differ, and what would make it another run.
+
+The rule: a key is fixed if the rounds that are done would have had other weights, tasks or groups with another value.
+How rows are cut and where ranks run is not such: the same objective comes out.
+"""
 
 from collections.abc import Iterator
 

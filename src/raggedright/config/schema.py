@@ -1,4 +1,8 @@
-"""The whole config of a run, and the rules that several keys make together."""
+"""The whole config of a run, and the rules that several keys make together.
+
+Invariants: a config that exists can be planned with (`layout`); all that is wrong is told at once; no key comes from
+anywhere but the file and the command line.
+"""
 
 from dataclasses import fields
 from pathlib import Path

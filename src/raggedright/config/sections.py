@@ -89,6 +89,11 @@ class Rollout(Section):
     max_batch_rows: Count = 512
     """Most generations that run in one batch of the engine."""
 
+    @property
+    def attempts(self) -> int:
+        """How often a session that fails is run, in all."""
+        return 1 + (self.retries if self.on_failure == "retry" else 0)
+
 
 class Train(Section):
     """What a round trains on, and how it is cut."""

@@ -1,4 +1,7 @@
-"""The settings a plan depends on, checked on their own before any row is seen."""
+"""The settings a plan depends on, checked on their own before any row is seen.
+
+Invariants: a layout that exists is valid, and equal layouts with equal rows give equal plans: there is no other input.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args

@@ -21,7 +21,7 @@ from typing import BinaryIO, Generic, Protocol, TypeVar
 import numpy as np
 
 from raggedright.report.event_fields import EventsError, Fields
-from raggedright.report.run_events import End, Eval, Round, RoundRows, RunEvents, Samples, Start
+from raggedright.report.run_events import End, Eval, RoundEvent, RoundRows, RunEvents, Samples, Start
 
 MOST_FILE_BYTES, MOST_LINE_BYTES = 4 << 30, 128 << 20
 MOST_ROUNDS, MOST_PICTURES = 1_000_000, 16  # pictures: of all rows or samples, the first and the last ones are kept
@@ -133,7 +133,7 @@ def read_events(path: str | PathLike[str]) -> RunEvents:
     """All that a file says of a run; a file that is missing, too large or damaged is an error in a sentence."""
     start: Start | None = None
     end: End | None = None
-    rounds, evals = _ByRound[Round](), _ByRound[Eval]()
+    rounds, evals = _ByRound[RoundEvent](), _ByRound[Eval]()
     rows, samples = _ByRound[RoundRows](MOST_PICTURES, keep_ends=True), _ByRound[Samples](MOST_PICTURES, keep_ends=True)
     for where, event in _lines(Path(path)):
         fields = Fields(where, event)
@@ -141,7 +141,7 @@ def read_events(path: str | PathLike[str]) -> RunEvents:
             case "start":
                 start, end = Start.of(fields), None
             case "round":
-                round = Round.of(fields)
+                round = RoundEvent.of(fields)
                 if _named(where, rounds.add, round):
                     for others in (rows, samples, evals):  # those of this round may stand before it
                         others.forget_from(round.round + 1)

@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RoundEvent:
     """A round: its metrics, what became of its sessions and rows, and where its seconds went."""
 
     round: int
@@ -72,7 +72,7 @@ class Round:
     seconds: Mapping[str, float]
 
     @classmethod
-    def of(cls, fields: Fields) -> "Round":
+    def of(cls, fields: Fields) -> "RoundEvent":
         """From the event."""
         ledger = fields.table("ledger")
         failed = fields.tables("failed", MOST_FAILURES)
@@ -219,7 +219,7 @@ class RunEvents:
     """A whole run; rounds, rows, samples and evals by their round. `end` is None while it runs, or where it was cut."""
 
     start: Start | None = None
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[RoundEvent, ...] = ()
     rows: tuple[RoundRows, ...] = ()
     samples: tuple[Samples, ...] = ()
     evals: tuple[Eval, ...] = ()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raggedright.report.axes import duration, number, share
-from raggedright.report.run_events import Round, RunEvents
+from raggedright.report.run_events import RoundEvent, RunEvents
 from raggedright.report.series import metric
 from raggedright.report.visible import visible
 from raggedright.report.words import counted
@@ -41,7 +41,7 @@ class Stat(NamedTuple):
     before: str = ""
 
 
-class Outcome(NamedTuple):
+class LedgerLine(NamedTuple):
     """A line of the ledger."""
 
     name: str
@@ -192,14 +192,14 @@ def row_outcomes(events: RunEvents) -> Counter[str]:
     return _add(each.row_outcomes for each in events.rounds)
 
 
-def ledger_lines(outcomes: Counter[str], most: int) -> list[Outcome]:
+def ledger_lines(outcomes: Counter[str], most: int) -> list[LedgerLine]:
     """Outcomes as lines of a table, trained first, then by count; those beyond `most` are summed in one."""
     total, longest = sum(outcomes.values()), max(outcomes.values(), default=1)
     ordered = sorted(outcomes.items(), key=lambda item: (item[0] != "trained", -item[1], item[0]))
     lines = [(visible(name, 120), count) for name, count in ordered[:most]]
     if len(ordered) > most:
         lines.append((f"{len(ordered) - most:,} other outcomes", sum(count for _, count in ordered[most:])))
-    return [Outcome(name, count, share(count, total), 100 * count / max(longest, 1)) for name, count in lines]
+    return [LedgerLine(name, count, share(count, total), 100 * count / max(longest, 1)) for name, count in lines]
 
 
 def _add(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
@@ -209,5 +209,5 @@ def _add(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
     return total
 
 
-def _sum(rounds: Iterable[Round], of: Callable[[Round], int | None]) -> int:
+def _sum(rounds: Iterable[RoundEvent], of: Callable[[RoundEvent], int | None]) -> int:
     return sum(of(each) or 0 for each in rounds)

@@ -11,7 +11,7 @@ import numpy as np
 
 from raggedright.arrays import Floats, Ints
 from raggedright.report.axes import LARGEST
-from raggedright.report.run_events import Eval, Round
+from raggedright.report.run_events import Eval, RoundEvent
 
 
 class Buckets(NamedTuple):
@@ -47,12 +47,12 @@ def bucketed(rounds: Ints, values: Floats, most: int) -> Buckets:
     return Buckets(rounds[starts], rounds[ends], mean, low, high)
 
 
-def round_numbers(events: Iterable[Round | Eval]) -> Ints:
+def round_numbers(events: Iterable[RoundEvent | Eval]) -> Ints:
     """The rounds that events are of."""
     return np.array([event.round for event in events], dtype=np.int64)
 
 
-def metric(events: Iterable[Round | Eval], name: str) -> Floats:
+def metric(events: Iterable[RoundEvent | Eval], name: str) -> Floats:
     """A metric over rounds, NaN where one has none."""
     return numbers(event.metrics.get(name) for event in events)
 

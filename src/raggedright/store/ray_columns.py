@@ -5,7 +5,7 @@ are, everything else (media, text, numbers, None, rare dtypes) as the bytes of `
 every tensor costs a frame of its own on the wire, large ones in a uint8 tensor, which is not copied on the way.
 
 The surprise: tensors go in as a list, not nested. TransferQueue takes that in less than half the time, and what it
-returns is packed anew anyway, by the rows that happen to be asked for: nested, dense or a list. So answers are taken
+returns is joined anew anyway, by the rows that happen to be asked for: nested, dense or a list. So answers are taken
 apart into rows, and checked. A tag is copied with every get, so it has few entries, and text for the rest.
 """
 
@@ -64,7 +64,7 @@ def kinds(shared: dict[tuple, Layout], cells: Mapping[str, Cell]) -> Layout:
     return shared.setdefault(tuple(layout.items()), layout)
 
 
-def pack(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
+def join(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
     """Rows that are alike as TransferQueue takes them, by field."""
     from tensordict import NonTensorStack
 
@@ -72,14 +72,14 @@ def pack(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
     return {name: NonTensorStack(*column) for name, column in columns.items()}
 
 
-def in_columns(packed: Mapping[str, object], layout: Layout, num_rows: int) -> "TensorDict | None":
+def in_columns(joined: Mapping[str, object], layout: Layout, num_rows: int) -> "TensorDict | None":
     """The same by column; None if there are no fields."""
     from tensordict import TensorDict
 
-    return TensorDict({layout[name].name: each for name, each in packed.items()}, num_rows) if packed else None  # type: ignore[arg-type]
+    return TensorDict({layout[name].name: each for name, each in joined.items()}, num_rows) if joined else None  # type: ignore[arg-type]
 
 
-def unpack(
+def split(
     what: str, keys: Sequence[Key], fields: Sequence[str], columns: Sequence[Column], answer: "TensorDict"
 ) -> list[dict[str, object]]:
     """The rows of an answer that has all that was asked for, or a StoreError; never a shorter one."""
@@ -127,14 +127,14 @@ def _json(value: object) -> str:
 
 def _values(keys: Sequence[Key], name: str, column: Column, answer: "TensorDict") -> Sequence[object]:
     """A field's values, one a row."""
-    packed = answer.get(column.name)
+    joined = answer.get(column.name)
     if column.kind == BYTES:
-        raw = packed.tolist() if hasattr(packed, "tolist") and not isinstance(packed, Tensor) else None
+        raw = joined.tolist() if hasattr(joined, "tolist") and not isinstance(joined, Tensor) else None
         if raw is None or len(raw) != len(keys):
-            raise StoreError(f"{keys[0]}: field {name} came back as {type(packed).__name__}; start a new store")
+            raise StoreError(f"{keys[0]}: field {name} came back as {type(joined).__name__}; start a new store")
         return [decode_field(key, name, each) for key, each in zip(keys, raw, strict=True)]
     kind = "uint8.1" if column.kind == ENCODED else column.kind
-    tensors = _taken_apart(packed, kind)
+    tensors = _taken_apart(joined, kind)
     for key, tensor in zip(keys, tensors, strict=True):
         if tensor is None:
             raise StoreError(f"{key}: field {name} was put as {kind} and came back as another; start a new store")
@@ -143,14 +143,14 @@ def _values(keys: Sequence[Key], name: str, column: Column, answer: "TensorDict"
     return tensors
 
 
-def _taken_apart(packed: object, kind: str) -> Sequence[Tensor | None]:
+def _taken_apart(joined: object, kind: str) -> Sequence[Tensor | None]:
     """The rows of a column, None for one that is not of this kind."""
-    if isinstance(packed, Tensor) and packed.is_nested and kind.endswith(".1") and packed.layout is torch.jagged:
-        values, lengths = packed.values(), packed.offsets().diff().tolist()  # type: ignore[attr-defined]
+    if isinstance(joined, Tensor) and joined.is_nested and kind.endswith(".1") and joined.layout is torch.jagged:
+        values, lengths = joined.values(), joined.offsets().diff().tolist()  # type: ignore[attr-defined]
         if f"{NATIVE.get(values.dtype)}.{values.dim()}" != kind:
             return [None] * len(lengths)
         return values.split(lengths)  # one call for all rows
-    tensors = packed.unbind() if isinstance(packed, Tensor) else packed
+    tensors = joined.unbind() if isinstance(joined, Tensor) else joined
     return [
         t.contiguous() if isinstance(t, Tensor) and f"{NATIVE.get(t.dtype)}.{t.dim()}" == kind else None
         for t in tensors  # type: ignore[union-attr]

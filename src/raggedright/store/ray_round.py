@@ -29,7 +29,7 @@ Layout = dict[str, Column]  # of a row's fields; shared by all rows that are ali
 
 
 @dataclass(slots=True)
-class Row:
+class StoredRow:
     """Where a row's fields are, the write that made it, and the columns it ever wrote to."""
 
     layout: Layout
@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Session:
+class StoredSession:
     """What a listing says of a session, with its rows."""
 
     key: SessionKey
@@ -46,15 +46,15 @@ class Session:
     cause: str
     score: float | None
     about: About
-    rows: list[Row]
+    rows: list[StoredRow]
 
 
 @dataclass(slots=True)
-class Round:
+class StoredRound:
     """A round's sessions, the types of its fields, and its columns with the field and kind that each is for."""
 
-    sessions: dict[SessionKey, Session] = field(default_factory=dict)
-    last: dict[tuple[str, int], Session] = field(default_factory=dict)
+    sessions: dict[SessionKey, StoredSession] = field(default_factory=dict)
+    last: dict[tuple[str, int], StoredSession] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     columns: dict[str, tuple[str, str]] = field(default_factory=dict)
     layouts: dict[tuple, Layout] = field(default_factory=dict)  # one object for all rows that are alike
@@ -90,7 +90,7 @@ class Round:
             names |= layout.keys()
         return {name: known[name] for name in names & known.keys()}
 
-    def show(self, session: Session) -> None:
+    def show(self, session: StoredSession) -> None:
         """Make a session visible."""
         pair = session.key.prompt, session.key.session
         self.sessions[session.key] = session
@@ -102,7 +102,7 @@ class Round:
         return [pair for pair in pairs if pair not in self.last or self.last[pair].state == "running"]
 
 
-def listing(sessions: Iterable[Session]) -> Listing:
+def listing(sessions: Iterable[StoredSession]) -> Listing:
     """What there is to say of these sessions, in the order of their keys."""
     found = sorted(sessions, key=lambda session: session.key)
     rows = [row for session in found for row in session.rows]

@@ -28,7 +28,7 @@ from raggedright.store.checks import (
 )
 from raggedright.store.listing import About, Listing
 from raggedright.store.protocol import Key, SessionKey, State, StoreError
-from raggedright.store.ray_round import Column, Layout, Round, Row, Session, listing
+from raggedright.store.ray_round import Column, Layout, StoredRound, StoredRow, StoredSession, listing
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Write:
 
     until: float
     types: dict[int, dict[str, str]]
-    session: Session | None = None
+    session: StoredSession | None = None
     updates: dict[Key, Layout] = field(default_factory=dict)
     given_up: bool = False
 
@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self) -> None:
         self.watermark = -1
-        self.rounds: dict[int, Round] = {}
+        self.rounds: dict[int, StoredRound] = {}
         self.writes: dict[int, Write] = {}
         self.doomed: set[int] = set()
         self.count = 0
@@ -59,7 +59,7 @@ class Run:
     ) -> tuple[int, list[Layout]]:  # fmt: skip
         """Begin a put; one without rows is done with this. The write's number, and the rows' columns."""
         self._check_round(key, key.round)
-        round = self.rounds.setdefault(key.round, Round())
+        round = self.rounds.setdefault(key.round, StoredRound())
         before = round.sessions.get(key)
         check_can_become(key, before.state if before else None, state)
         if any(w.session and w.session.key == key and not w.given_up for w in self._alive()):
@@ -70,8 +70,8 @@ class Run:
         shared = {each: round.place(layout, frozenset(), self.count) for each, layout in alike.items()}
         placed = [shared[id(layout)] for layout in layouts]
         written = {id(each): frozenset(column.name for column in each.values()) for each in shared.values()}
-        rows = [Row(each, self.count, written[id(each)]) for each in placed]
-        write = Write(monotonic() + lease, {key.round: types}, Session(key, state, cause, score, about, rows))
+        rows = [StoredRow(each, self.count, written[id(each)]) for each in placed]
+        write = Write(monotonic() + lease, {key.round: types}, StoredSession(key, state, cause, score, about, rows))
         self.writes[self.count] = write
         round.in_queue |= bool(rows)
         if not rows:
@@ -181,7 +181,7 @@ class Run:
 
     def listing(self, round: int | None, prompt: str | None, session: int | None, state: State | None) -> Listing:
         """Sessions that match, in the order of their keys, and the field names of the layouts."""
-        rounds = self.rounds.values() if round is None else [self.rounds.get(round, Round())]
+        rounds = self.rounds.values() if round is None else [self.rounds.get(round, StoredRound())]
         return listing(
             found
             for each in rounds
@@ -208,7 +208,7 @@ class Run:
         while True:
             if wanted:
                 self._check_round(f"round {round}", round)
-            here = self.rounds.get(round, Round())
+            here = self.rounds.get(round, StoredRound())
             left = here.not_final(left) or here.not_final(wanted)
             if not left:
                 return listing(here.last[pair] for pair in wanted)
@@ -235,7 +235,7 @@ class Run:
         if round <= self.watermark:
             raise round_deleted(str(what), self.watermark)
 
-    def _row(self, key: tuple) -> Row:
+    def _row(self, key: tuple) -> StoredRow:
         round = self.rounds.get(key[0])
         found = round.sessions.get(key[:4]) if round else None  # type: ignore[call-overload] # equal to a SessionKey
         if found is None or not 0 <= key[4] < len(found.rows):

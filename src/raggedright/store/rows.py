@@ -1,4 +1,8 @@
-"""From a store to the planner, and the rule by which rows leave a store."""
+"""From a store to the planner, and the rule by which rows leave a store.
+
+Invariants: the planner sees one attempt of each session and all rows of it; a round is deleted only once a durable
+checkpoint contains it.
+"""
 
 from collections.abc import Iterable
 from itertools import pairwise

@@ -2,7 +2,7 @@
 
 Sessions that are put together, with their rows, tags and fields, are one transaction, on disk (synchronous = FULL) when
 put returns. All that is put is encoded before the file is locked, so writers hold each other up as little as can be.
-See sqlite_schema.SCHEMA: a listing reads one table, and a row's fields are one value (`packs`), but for large ones.
+See sqlite_schema.SCHEMA: a listing reads one table, and a row is one value (`row_encoding`), but for large fields.
 
 The surprise: delete first moves a watermark, which hides the rounds at once and for good, then takes their rows away a
 few sessions at a time, so that no writer waits long; one that is killed half-way is completed by the next. The file
@@ -43,7 +43,7 @@ SESSIONS_A_DELETE = 64
 _PUT_SESSION = """INSERT INTO sessions (id, round, prompt, session, attempt, state, cause, score, rows, fields, apart)
   VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, cause = excluded.cause,
   score = excluded.score, rows = excluded.rows, fields = excluded.fields, apart = excluded.apart"""
-_PUT_PACK = "INSERT INTO packs (row_id, value) VALUES (?, ?)"
+_PUT_VALUE = "INSERT INTO row_values (row_id, value) VALUES (?, ?)"
 _PUT_FIELD = """INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, ?)
   ON CONFLICT DO UPDATE SET type = excluded.type, value = excluded.value"""
 _LAST = "SELECT prompt, session, state, max(attempt) FROM sessions WHERE round = ? GROUP BY prompt, session"
@@ -67,7 +67,7 @@ class SqliteStore(Store):
             numbered = [*zip(ids, ready, strict=True)]
             connection.executemany(_PUT_SESSION, [session_row(i, each) for i, each in numbered])
             rows = [(i * MOST_ROWS + t, row) for i, each in numbered for t, row in enumerate(each.rows)]
-            connection.executemany(_PUT_PACK, [(row_id, row.pack) for row_id, row in rows])
+            connection.executemany(_PUT_VALUE, [(row_id, row.value) for row_id, row in rows])
             apart = [(row_id, name, *field) for row_id, row in rows for name, field in row.apart.items()]
             if apart:
                 connection.executemany(_PUT_FIELD, apart)
@@ -161,7 +161,7 @@ class SqliteStore(Store):
             ids = connection.execute(some, (watermark, SESSIONS_A_DELETE)).fetchall()
             of_session = f"row_id BETWEEN ?1 * {MOST_ROWS} AND ?1 * {MOST_ROWS} + {MOST_ROWS - 1}"
             connection.executemany(f"DELETE FROM fields WHERE {of_session}", ids)
-            connection.executemany(f"DELETE FROM packs WHERE {of_session}", ids)
+            connection.executemany(f"DELETE FROM row_values WHERE {of_session}", ids)
             connection.executemany("DELETE FROM sessions WHERE id = ?", ids)
         return bool(ids)
 

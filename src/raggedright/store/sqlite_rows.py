@@ -19,8 +19,8 @@ from raggedright.store.checks import (
     row_missing,
 )
 from raggedright.store.encoding import decode_field, type_name
-from raggedright.store.packs import Packed, pack_row, unpack_row
 from raggedright.store.protocol import Key, NewRow, NewSession, SessionKey, StoreError
+from raggedright.store.row_encoding import EncodedRow, decode_row, encode_row
 
 _T = TypeVar("_T")
 KEYS_A_STATEMENT = 64
@@ -29,16 +29,17 @@ KEYS_A_STATEMENT = 64
 _FIND = """WITH k (i, round, prompt, session, attempt) AS (VALUES {})
   SELECT k.i, s.id, s.state FROM k CROSS JOIN sessions s USING (round, prompt, session, attempt)"""
 _GET = f"""WITH k (i, round, prompt, session, attempt, trajectory) AS (VALUES {{}})
-  SELECT k.i, s.state, s.apart, p.row_id, p.value
+  SELECT k.i, s.state, s.apart, v.row_id, v.value
   FROM k CROSS JOIN sessions s USING (round, prompt, session, attempt)
-  LEFT JOIN packs p ON p.row_id = s.id * {MOST_ROWS} + k.trajectory AND k.trajectory BETWEEN 0 AND {MOST_ROWS - 1}"""
+  LEFT JOIN row_values v
+    ON v.row_id = s.id * {MOST_ROWS} + k.trajectory AND k.trajectory BETWEEN 0 AND {MOST_ROWS - 1}"""
 
 
 class Ready(NamedTuple):
     """A session to put, encoded."""
 
     new: NewSession
-    rows: list[Packed]
+    rows: list[EncodedRow]
     listed: str
     field_names: str
 
@@ -48,7 +49,7 @@ class Found(NamedTuple):
 
     row_id: int
     apart: bool
-    pack: bytes
+    value: bytes
 
 
 def watermark_of(connection: Connection) -> int:
@@ -62,7 +63,7 @@ def watermark_of(connection: Connection) -> int:
 def encode_session(new: NewSession) -> Ready:
     """A session that can be put, whatever the store holds, as the file takes it."""
     check_put(new)
-    rows = [pack_row(Key(*new.key, i), row.fields) for i, row in enumerate(new.rows)]
+    rows = [encode_row(Key(*new.key, i), row.fields) for i, row in enumerate(new.rows)]
     lists: dict[tuple[str, ...], int] = {}  # of field names, most often one
     listed = [[*_counts(row), dict(row.tags), lists.setdefault(tuple(row.fields), len(lists))] for row in new.rows]
     return Ready(new, rows, _json(listed), _names(tuple(lists)))
@@ -104,10 +105,10 @@ def find_rows(connection: Connection, keys: Sequence[Key]) -> list[Found]:
         states: list[str | None] = [None] * len(part)
         found: list[Found | None] = [None] * len(part)
         values = [value for i, key in enumerate(part) for value in (i, *key)]
-        for i, state, apart, row_id, pack in connection.execute(_GET.format(_places(len(part), 6)), values):
+        for i, state, apart, row_id, value in connection.execute(_GET.format(_places(len(part), 6)), values):
             states[i] = state
             if row_id is not None:
-                found[i] = Found(row_id, apart, pack)
+                found[i] = Found(row_id, apart, value)
         for key, state, row in zip(part, states, found, strict=True):
             if row is None or key[0] <= watermark:
                 raise row_missing(Key(*key), state, watermark)
@@ -116,22 +117,22 @@ def find_rows(connection: Connection, keys: Sequence[Key]) -> list[Found]:
 
 
 def read_apart(connection: Connection, row_ids: Sequence[int], names: Sequence[str]) -> dict[tuple[int, str], bytes]:
-    """What these rows have of these fields outside of their packs."""
+    """What these rows have of these fields beside their one value."""
     wanted = f"SELECT name, value FROM fields WHERE row_id = ? AND name IN ({','.join('?' * len(names))})"
     return {(row_id, name): value for row_id in row_ids for name, value in connection.execute(wanted, (row_id, *names))}
 
 
 def fields_of(key: Key, row: Found, names: Sequence[str], apart: Mapping[tuple[int, str], bytes]) -> dict[str, object]:
-    """A row's fields; what stands apart is newer than what the pack has."""
-    packed = unpack_row(key, row.pack)
-    if not row.apart and all(name in packed for name in names):
-        return {name: packed[name] for name in names}
+    """A row's fields; what stands apart is newer than what its one value has."""
+    whole = decode_row(key, row.value)
+    if not row.apart and all(name in whole for name in names):
+        return {name: whole[name] for name in names}
     answer = {}
     for name in names:
         if (value := apart.get((row.row_id, name))) is not None:
             answer[name] = decode_field(key, name, value)
-        elif name in packed:
-            answer[name] = packed[name]
+        elif name in whole:
+            answer[name] = whole[name]
         else:
             raise field_missing(key, name)
     return answer
@@ -140,7 +141,7 @@ def fields_of(key: Key, row: Found, names: Sequence[str], apart: Mapping[tuple[i
 def field_types(connection: Connection, key: Key, row: Found) -> dict[str, str]:
     """The type of each field that a row has."""
     apart = connection.execute("SELECT name, type FROM fields WHERE row_id = ?", (row.row_id,)).fetchall()
-    return {**{name: type_name(value) for name, value in unpack_row(key, row.pack).items()}, **dict(apart)}
+    return {**{name: type_name(value) for name, value in decode_row(key, row.value).items()}, **dict(apart)}
 
 
 def list_fields(connection: Connection, row_id: int, names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from raggedright.store.checks import MOST_ROWS
 from raggedright.store.protocol import StoreError
 
 APPLICATION_ID = 0x52476474  # "RGdt", at byte 68 of the file
-FORMAT = 2  # the user_version, at byte 60
+FORMAT = 3  # the user_version, at byte 60
 PAGE_SIZE = 16_384
 
 SCHEMA = (
@@ -44,8 +44,8 @@ SCHEMA = (
     """CREATE VIEW tags AS
   SELECT rows.id AS row_id, tag.key AS name, tag.value AS value FROM rows, json_each(rows.tags) AS tag""",
     # value: a dict of a row's fields, as raggedright.store.encoding says
-    "CREATE TABLE packs (row_id INTEGER PRIMARY KEY, value BLOB NOT NULL) STRICT",
-    # fields that are not in their row's pack, or replaced there: large ones, and those of an update
+    "CREATE TABLE row_values (row_id INTEGER PRIMARY KEY, value BLOB NOT NULL) STRICT",
+    # fields that are not in their row's value, or replaced there: large ones, and those of an update
     """CREATE TABLE fields (
   row_id INTEGER NOT NULL, name TEXT NOT NULL, type TEXT NOT NULL, value BLOB NOT NULL,
   PRIMARY KEY (row_id, name)

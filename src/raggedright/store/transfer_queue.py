@@ -40,12 +40,12 @@ from raggedright.store.ray_columns import (
     about,
     columns_json,
     in_columns,
+    join,
     kinds,
-    pack,
     row_name,
+    split,
     tag,
     to_cells,
-    unpack,
 )
 from raggedright.store.ray_round import Column, Layout
 from raggedright.store.ray_start import connect, disconnect
@@ -125,7 +125,7 @@ class TransferQueueStore(Store):
         values: dict[Key, dict[str, object]] = {}
         for part, columns, answer in answers:  # meanwhile
             found = [key for key, _ in part]
-            values.update(zip(found, unpack(_several(found), found, fields, columns, answer), strict=True))
+            values.update(zip(found, split(_several(found), found, fields, columns, answer), strict=True))
         self._link.hear(asked, self._timeout)
         if len(wanted) == len(keys):
             return [values.get(key, {}) for key in wanted]
@@ -180,7 +180,7 @@ class TransferQueueStore(Store):
         num_rounds = len({each.key.round for each in sessions})
         asked = self._send("puts", begun, self._lease(len(rows), len(shared) * num_rounds))
         at_once = len(shared) == num_rounds == 1 and len(rows) <= ROWS_A_CALL
-        packed = pack(cells) if at_once else None  # meanwhile
+        joined = join(cells) if at_once else None  # meanwhile
         answers: list[tuple[int, list[Layout]]] = self._link.hear(asked, self._timeout)
         if rows:
             placed = [layout for _, layouts in answers for layout in layouts]
@@ -189,7 +189,7 @@ class TransferQueueStore(Store):
             tags = [tag(row, own, num_rows, columns) for row, own, num_rows, columns in all_of]
             made_by = [write for write, layouts in answers for _ in layouts]
             writes = [write for write, layouts in answers if layouts]
-            self._write(writes, [*zip(keys, made_by, strict=True)], cells, placed, tags, packed)
+            self._write(writes, [*zip(keys, made_by, strict=True)], cells, placed, tags, joined)
 
     def _lease(self, num_rows: int, num_groups: int) -> float:
         """Longer than a write can take: its calls, and the two to the sessions' actor."""
@@ -202,7 +202,7 @@ class TransferQueueStore(Store):
         cells: Sequence[Mapping[str, Cell]],
         layouts: Sequence[Layout],
         tags: Sequence[Mapping[str, object]],
-        packed: Mapping[str, object] | None = None,
+        joined: Mapping[str, object] | None = None,
     ) -> None:
         """Send the rows, those with the same columns together, and commit."""
         import transfer_queue
@@ -213,7 +213,7 @@ class TransferQueueStore(Store):
         with self._giving_up(writes, ended=False):  # what was cut short may still arrive
             for (round, _), members in groups.items():
                 for part in _parts(members):
-                    values = packed if packed is not None else pack([cells[i] for i in part])
+                    values = joined if joined is not None else join([cells[i] for i in part])
                     fields = in_columns(values, layouts[part[0]], len(part))
                     names = [row_name(*rows[i]) for i in part]
                     partition, new_tags = self._partition(round), [dict(tags[i]) for i in part]

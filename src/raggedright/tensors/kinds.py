@@ -41,7 +41,7 @@ class Kind(StrEnum):
 _NAMES: dict[Kind, str] = {
     Kind.PROMPT: "prompts",
     Kind.RESPONSE: "responses response_mask loss_mask rm_scores token_level_scores token_level_rewards "
-    "rollout_log_probs old_log_probs ref_log_prob values advantages returns entropys rollout_is_weights",
+    "rollout_log_probs old_log_probs ref_log_prob ref_log_probs values advantages returns entropys rollout_is_weights",
     Kind.SEQUENCE: "input_ids attention_mask token_type_ids mm_token_type_ids teacher_ids teacher_logprobs",
     Kind.POSITIONS: "position_ids",
     Kind.ROUTING: "routed_experts",

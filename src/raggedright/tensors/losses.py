@@ -52,16 +52,10 @@ class TokenWeights:
     num_rows: int
 
     @classmethod
-    def from_masks(cls, masks: Sequence[Tensor], *, loss: ArrayLike, mean: ArrayLike) -> "TokenWeights":
-        """From each row's loss mask over its response tokens and its weights (`token_weights`, here and token-mean)."""
-        flat = torch.cat([mask.cpu() for mask in masks]) if masks else torch.zeros(0)
-        return cls.from_mask(flat, [mask.size(0) for mask in masks], loss=loss, mean=mean)
-
-    @classmethod
     def from_mask(
         cls, mask: Tensor, response_tokens: Sequence[int], *, loss: ArrayLike, mean: ArrayLike
     ) -> "TokenWeights":
-        """The same from the masks of all rows, one after another."""
+        """From all rows' loss masks, joined, and each row's weights (`token_weights`, here and of token-mean)."""
         num_rows = len(response_tokens)
         row = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(response_tokens, dtype=torch.int64))
         carries_loss = mask.cpu().bool()

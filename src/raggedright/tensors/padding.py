@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from raggedright.errors import ConfigError, RowsError
+from raggedright.rows import PADDING_GROUP
 from raggedright.tensors.kinds import TOKEN_IDS, Kind
-from raggedright.tensors.schema import PADDING_GROUP, Field, Schema
+from raggedright.tensors.schema import Field, Schema
 
 _PLAIN = (str, bool, int, float, complex, bytes, tuple, frozenset, list, dict, set)
 _MUTABLE = (list, dict, set)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raggedright.errors import RowsError
-from raggedright.rows import Rows
+from raggedright.rows import PADDING_GROUP, Rows
 from raggedright.tensors.column import (
     Column,
     Fields,
@@ -29,10 +29,7 @@ from raggedright.tensors.column import (
 )
 from raggedright.tensors.kinds import LOSS_MASKS, WELL_KNOWN, Kind, declared_kind, infer_kind, token_lengths
 
-__all__ = ["PADDING_GROUP", "Field", "Fields", "Kind", "Schema", "infer_schema"]
-
-PADDING_GROUP = "<padding>"
-"""How the group ids of padding rows begin; where ids are numbers, those of padding rows are negative."""
+__all__ = ["Field", "Fields", "Kind", "Schema", "infer_schema"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from raggedright.config.schema import Config
 from raggedright.report.event_fields import Fields
-from raggedright.report.run_events import Eval, Round
+from raggedright.report.run_events import Eval, RoundEvent
 from raggedright.train.progress import Figures, Progress
 from raggedright.train.record import EVENTS_FILE, found_words
 
@@ -55,7 +55,7 @@ class Follower:
                 case "start":
                     self._start(event)
                 case "round" if self.progress:
-                    round = Round.of(event)
+                    round = RoundEvent.of(event)
                     self.progress.round(round.round, _figures(round))
                 case "eval" if self.progress:
                     evaluation = Eval.of(event)
@@ -83,7 +83,7 @@ class Follower:
             self.progress.say(words)
 
 
-def _figures(round: Round) -> Figures:
+def _figures(round: RoundEvent) -> Figures:
     failed = sum(count for outcome, count in round.session_outcomes.items() if outcome.startswith("failed"))
     first = next((f"{each.prompt}/{each.session}: {each.cause}" for each in round.failed), "")
     return Figures(

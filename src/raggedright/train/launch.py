@@ -14,6 +14,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from raggedright.agents.load import load_agent
+from raggedright.agents.prompts import load_tasks
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
 from raggedright.train.rank import LOGS_FOLDER, run_rank
@@ -35,6 +37,8 @@ def launch(config: Config) -> None:
     if config.parallel.dp == 1 and not config.parallel.max_restarts:
         run_rank(config.out)
         return
+    load_agent(config.agent.name, config.agent.options)  # a wrong name is told before any rank starts
+    load_tasks(config.prompts.source, seed=config.seed)
     logs = config.out / LOGS_FOLDER
     logs.mkdir(exist_ok=True)
     settings = LaunchConfig(

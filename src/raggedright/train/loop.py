@@ -1,4 +1,8 @@
-"""The training loop, the same on every rank."""
+"""The training loop, the same on every rank.
+
+Invariants: a round is trained on once, or again from the checkpoint before it; a round's rows leave the store only when
+a checkpoint contains it; however a run ends, its last line of events says how, and the last good checkpoint stays.
+"""
 
 import errno
 import gc
@@ -13,7 +17,7 @@ from raggedright.train.checkpoint import last_checkpoint, load_checkpoint, remov
 from raggedright.train.clock import Clock
 from raggedright.train.evaluate import evaluate
 from raggedright.train.eyes import save_vision
-from raggedright.train.record import Recorder
+from raggedright.train.record import RunRecorder
 from raggedright.train.round import run_sessions, train_round
 from raggedright.train.setup import Setup, set_up
 from raggedright.train.stop import Stop
@@ -28,7 +32,7 @@ def train(config: Config, world: World) -> str:
     setup = set_up(config, world)
     last, found = resume(setup)
     first = last + 1
-    recorder = Recorder(setup, first_round=first, found=found)
+    recorder = RunRecorder(setup, first_round=first, found=found)
     gc.collect()
     gc.freeze()  # what is there now stays; a full collection in mid-run would take as long as a round to walk it
     stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
@@ -74,7 +78,7 @@ def resume(setup: Setup) -> tuple[int, dict[int, int]]:
     return round, sessions
 
 
-def _rounds(setup: Setup, recorder: Recorder, stop: Stop, first: int) -> str:
+def _rounds(setup: Setup, recorder: RunRecorder, stop: Stop, first: int) -> str:
     config, world = setup.config, setup.world
     for round in range(first, config.train.rounds + 1):
         clock = Clock()

@@ -1,4 +1,8 @@
-"""What a run leaves behind and shows while it runs, all written by the first rank: events, TensorBoard, progress."""
+"""What a run leaves behind and shows while it runs, all written by the first rank: events, TensorBoard, progress.
+
+Invariants: a round is one line of events, whole or not there; after a resume the later line of a round is the one that
+counts; nothing here alters what is learnt.
+"""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -25,7 +29,7 @@ EVENTS_FILE, TENSORBOARD_FOLDER = "events.jsonl", "tensorboard"
 MOST_FAILED = 20  # causes written down a round
 
 
-class Recorder:
+class RunRecorder:
     """Writes a run down; on ranks other than the first it does nothing."""
 
     def __init__(self, setup: Setup, *, first_round: int = 1, found: Mapping[int, int] | None = None) -> None:

@@ -1,4 +1,9 @@
-"""One round: sessions run, their rows are sealed, planned, weighed and trained. It reads as the algorithm."""
+"""One round: sessions run, their rows are sealed, planned, weighed and trained. It reads as the algorithm.
+
+Invariants: what a rank does here follows from the sealed round and the config alone, so that all ranks make the same
+plan (its digest is compared) and return the same result; every row that is sealed is in the ledger; old log-probs,
+values and advantages are those of the weights before the round's first step; the engine has the new weights at the end.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""A few whole sessions of a round, token by token, for the report."""
+"""A few whole sessions of a round, token by token, for the report.
+
+Invariants: the same sessions whenever the round has the same scores, the lowest and the highest among them; what is
+long is cut and never left out unsaid. Tokens, masks and log-probs are the store's, as they were trained on.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""All that a rank needs to train, made from the config before the first round: whatever is wrong shows here."""
+"""All that a rank needs to train, made from the config before the first round: whatever is wrong shows here.
+
+Invariants: nothing here depends on the rank but for its shards and its device, so that all ranks begin with the same
+weights; the engine samples from the actor's weights, its own module or a whole copy of a sharded one.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -148,8 +152,7 @@ def rollout_settings(config: Config, stops: frozenset[int], context_tokens: int)
         max_trajectories=rollout.max_trajectories,
         concurrency=rollout.concurrency,
         timeout=rollout.timeout,
-        retries=rollout.retries,
-        on_failure=rollout.on_failure,
+        attempts=rollout.attempts,
         seed=config.seed,
     )
 

@@ -134,6 +134,5 @@ def num_threads(config: Config) -> int:
 def _longest_rollout(config: Config) -> float:
     """Seconds after which every rank's sessions have certainly ended."""
     rollout = config.rollout
-    attempts = 1 + (rollout.retries if rollout.on_failure == "retry" else 0)
     sessions_of_rank = -(-config.train.batch_size * rollout.n // config.parallel.dp)
-    return rollout.timeout * attempts * -(-sessions_of_rank // rollout.concurrency)
+    return rollout.timeout * rollout.attempts * -(-sessions_of_rank // rollout.concurrency)

@@ -73,7 +73,7 @@ def test_retries_are_put_under_the_next_attempt():
 
     done = []
     store = MemoryStore()
-    make_runner(third_time, on_failure="retry", retries=2).run(
+    make_runner(third_time, attempts=3).run(
         store, round=1, sessions=sessions("a"), on_done=lambda key, state: done.append((key, state))
     )
     assert [(entry.key.attempt, entry.state) for entry in store.list()] == [
@@ -82,16 +82,8 @@ def test_retries_are_put_under_the_next_attempt():
         (2, "finished"),
     ]
     assert done == [(SessionKey(1, "a", 0, 2), "finished")]
-    store = run(third_time, sessions("a"), on_failure="retry", retries=1)
+    store = run(third_time, sessions("a"), attempts=2)
     assert [entry.state for entry in store.list()] == ["failed", "failed"]
-
-
-@pytest.mark.parametrize("policy", ["exclude", "zero"])
-def test_only_the_policy_retry_runs_a_session_again(policy):
-    async def raises(task, session):
-        raise ValueError("no")
-
-    assert len(run(raises, sessions("a"), on_failure=policy, retries=5).list()) == 1
 
 
 def test_a_round_that_is_run_again_goes_on_with_the_next_attempt():
@@ -317,8 +309,8 @@ def test_wrong_uses_are_told():
         settings(timeout=0)
     with pytest.raises(ConfigError, match=r"rollout\.concurrency is 0"):
         settings(concurrency=0)
-    with pytest.raises(ConfigError, match=r"rollout\.on_failure is 'ignore'; it takes exclude, zero, retry"):
-        settings(on_failure="ignore")
+    with pytest.raises(ConfigError, match=r"rollout\.attempts is 0; it is a whole number from 1"):
+        settings(attempts=0)
 
     async def inside():
         run(reply, sessions())

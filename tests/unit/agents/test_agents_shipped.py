@@ -81,7 +81,7 @@ def test_delegation_reports_to_the_main_agent():
     task = Task(uid="p", data={"digits": [*"3141592"]})
     store = run(delegate, [(task, 0)], engine=Oracle())
     (entry,) = store.list()
-    assert [row.tags["role"] for row in entry.rows] == ["worker", "worker", "main"]
+    assert [row.tags["role"] for row in entry.rows] == ["sub-agent", "sub-agent", "main"]
     first, second, main = prompts(store)
     reports, own = main[:-1].split(":")
     assert own + first[2:-1] + second[2:-1] == "3141592"

@@ -21,11 +21,11 @@ from transfer_queue import KVBatchMeta
 
 from raggedright.integrations.verl.queue import fields_by_key, get_field, get_row, put_rows
 from raggedright.integrations.verl.rows import is_padding
-from raggedright.rows import Rows
+from raggedright.rows import PADDING_GROUP, Rows
 from raggedright.tensors.column import gather_columns
 from raggedright.tensors.kinds import WELL_KNOWN, Kind, infer_kind
 from raggedright.tensors.padding import padding_rows
-from raggedright.tensors.schema import PADDING_GROUP, Schema, infer_schema
+from raggedright.tensors.schema import Schema, infer_schema
 
 _OF_VERL: Mapping[str, Kind] = {"entropy": Kind.RESPONSE, "log_probs": Kind.SEQUENCE}
 

@@ -17,7 +17,7 @@ from raggedright.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Round:
+class VerlRound:
     """The plan of an update and its batch; positions in the plan are positions in `whole`."""
 
     plan: Plan

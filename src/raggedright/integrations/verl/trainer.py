@@ -40,7 +40,7 @@ from raggedright.integrations.verl.options import KEY, Options
 from raggedright.integrations.verl.padding import PaddingRows
 from raggedright.integrations.verl.queue import count_loss_tokens, put_numbers, sum_scores
 from raggedright.integrations.verl.record import failed_sessions, ledger_metrics, session_metrics, write_rows
-from raggedright.integrations.verl.round import Round
+from raggedright.integrations.verl.round import VerlRound
 from raggedright.integrations.verl.rows import is_padding, rows_of
 from raggedright.plan.plan import Role
 from raggedright.rows import Rows
@@ -157,7 +157,7 @@ class ExactBatches(_Trainer):
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not is_padding(tag)]
         super()._log_rollout_data(batch.select_keys(real), *args, **kwargs)
 
-    def _plan(self, rows: Rows, batch: KVBatchMeta) -> Round:
+    def _plan(self, rows: Rows, batch: KVBatchMeta) -> VerlRound:
         """The plan of real rows, which come first in the batch, and the batch with the padding rows it needs."""
         trains = self.config.trainer.critic_warmup <= self.global_steps
         sizes = {"actor": _dp_size(self.actor_rollout_wg, "actor")}
@@ -167,7 +167,7 @@ class ExactBatches(_Trainer):
         layout = layout_of(self.config, self.options, grids, self.parameter_sync_step)
         plan = make_verl_plan(rows, layout, grids["actor"], grids.get("critic"))
         missing = plan.num_padding_rows - (len(batch.keys) - len(rows))
-        return Round(plan, self._padding_rows().append(batch, rows, missing), grids)
+        return VerlRound(plan, self._padding_rows().append(batch, rows, missing), grids)
 
     def _padding_rows(self) -> PaddingRows:
         if self._padding is None:

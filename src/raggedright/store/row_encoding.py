@@ -1,7 +1,7 @@
 """A row's fields as one value: a dict in the words of `encoding`, with one checksum; large ones stand apart.
 
 One value a row is what makes a put and a get cheap where rows are short; one of its own for a large field is what lets
-a pass leave alone the pixels that it does not need. `decode` reads a pack like any other value. What most rows are, a
+a pass leave alone the pixels that it does not need. `decode` reads it like any other value. What most rows are, a
 dict of plain vectors, is written and read here without a detour; whatever is not takes the encoding's own way.
 """
 
@@ -36,15 +36,15 @@ _TEXT, _TEXT_HEAD = ord("s"), 9
 _U64 = struct.Struct("<Q")
 
 
-class Packed(NamedTuple):
+class EncodedRow(NamedTuple):
     """A row's fields as a store keeps them."""
 
     types: Mapping[str, str]
-    pack: bytes
+    value: bytes
     apart: dict[str, Encoded]
 
 
-def pack_row(key: Key, fields: Fields) -> Packed:
+def encode_row(key: Key, fields: Fields) -> EncodedRow:
     """A row's fields as bytes; an error names the row and the field."""
     check_names(key, fields)
     types: dict[str, str] = {}
@@ -67,11 +67,11 @@ def pack_row(key: Key, fields: Fields) -> Packed:
         except StoreError as error:
             raise field_error(key, name, error) from None
     whole = b"".join((_DICT, _U64.pack(len(types) - len(apart)), *parts))
-    return Packed(types, whole + zlib.crc32(whole).to_bytes(4, "little"), apart)
+    return EncodedRow(types, whole + zlib.crc32(whole).to_bytes(4, "little"), apart)
 
 
-def unpack_row(key: Key, data: object) -> Mapping[str, object]:
-    """The fields of a pack, each in memory of its own; an error names the row."""
+def decode_row(key: Key, data: object) -> Mapping[str, object]:
+    """The fields of such a value, each in memory of its own; an error names the row."""
     try:
         whole = checked(data)
         found = _vectors(whole)
@@ -103,7 +103,7 @@ _DTYPES = {head: dtype for dtype, head in PLAIN_VECTORS.items()}
 
 
 def _vectors(data: bytes) -> dict[str, Tensor] | None:
-    """The fields of a pack of plain vectors; None for whatever else the bytes may be."""
+    """The fields of a row of plain vectors; None for whatever else the bytes may be."""
     try:
         if data[:2] != _DICT:
             return None

@@ -8,19 +8,16 @@ started and nothing else.
 import asyncio
 import ctypes
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from inspect import isawaitable
-
-from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.causes import cause_of, one_line
 from raggedright.agents.recorder import CANCELLED, AttemptResult, SessionRecorder
 from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
-from raggedright.agents.vision import Vision
 from raggedright.agents.watchdog import Guarded, GuardedLoop, LoopTime, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
@@ -43,15 +40,12 @@ class RoundRun:
         self,
         agent: Agent,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
         settings: RolloutSettings,
         recorder: SessionRecorder,
-        vision: Vision | None = None,
+        new_session: Callable[..., Session],
     ) -> None:
-        self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
-        self._vision = vision
-        self._recorder = recorder
-        self._context_tokens = engine.context_tokens
+        self._agent, self._engine, self._settings = agent, engine, settings
+        self._recorder, self._new_session = recorder, new_session
         self._grace = min(MOST_GRACE, settings.timeout)
         self._time = LoopTime()
         self._active: dict[Guarded, Session] = {}
@@ -115,15 +109,7 @@ class RoundRun:
     async def _attempt(self, task: Task, key: SessionKey) -> AttemptResult:
         """Run the agent once; it has returned, failed, or been left behind."""
         settings = self._settings
-        session = Session(
-            task,
-            key,
-            tokenizer=self._tokenizer,
-            settings=settings,
-            generate=self._generate,
-            context_tokens=self._context_tokens,
-            vision=self._vision,
-        )
+        session = self._new_session(task, key, generate=self._generate)
         guard = Guarded(self._time, settings.timeout, self._loop.create_future())
         self._active[guard] = session
         running = self._loop.create_task(self._call(session), context=guard.context())

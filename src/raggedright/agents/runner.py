@@ -14,12 +14,13 @@ cancellation is left behind, its session closed, and never runs again once the r
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.recorder import OnDone, SessionRecorder
 from raggedright.agents.round import RoundRun
-from raggedright.agents.session import Agent, Task
+from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
@@ -79,7 +80,14 @@ class Runner:
                     del next_attempt[pair], pairs[pair]
         keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
         recorder = SessionRecorder(store, keys, on_done)
-        self._round = RoundRun(self._agent, self._engine, self._tokenizer, settings, recorder, self._vision)
+        new_session = partial(
+            Session,
+            tokenizer=self._tokenizer,
+            settings=settings,
+            context_tokens=self._engine.context_tokens,
+            vision=self._vision,
+        )
+        self._round = RoundRun(self._agent, self._engine, settings, recorder, new_session)
         try:
             self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
         finally:

@@ -135,6 +135,15 @@ def _new_task(loop: AbstractEventLoop, coro: Coroutine, **options: Context) -> T
     return task
 
 
+def _swallows(frame: FrameType | None) -> bool:
+    """Whether Python would report what is raised there and go on: in finalizers, which may run at any place."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Watchdog:
     """Ticks while sessions run, if this is the main thread."""
 
@@ -160,7 +169,7 @@ class Watchdog:
             if left:
                 signal.setitimer(signal.ITIMER_REAL, max(left - (monotonic() - began), 1e-3), interval)
 
-    def _on_tick(self, _signal: int, _frame: FrameType | None) -> None:
+    def _on_tick(self, _signal: int, frame: FrameType | None) -> None:
         now, session, turn = monotonic(), _RUNNING.get(), self._turns.number
         since, self._last_tick = max(self._last_tick, self._turns.began), now
         if session is None:
@@ -170,6 +179,6 @@ class Watchdog:
         if self._seen != (session, turn):
             self._seen, self._block_began = (session, turn), since
         blocked_for = now - self._block_began
-        if blocked_for > 1.5 * self._tick and session.is_over:
+        if blocked_for > 1.5 * self._tick and session.is_over and not _swallows(frame):
             session.blocked_for = blocked_for
             raise AgentBlocked(f"blocked the event loop for {blocked_for:.3g} s; use await")

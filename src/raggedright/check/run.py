@@ -169,9 +169,7 @@ def batch_metrics(batch: TensorBatch) -> dict[str, float]:
 
 def _critic_loss(model: nn.Module, micro: MicroBatch) -> Sums:
     fields = micro.fields
-    return value_loss(
-        forward_values(model, micro), fields["values"], fields["returns"], micro.weights, clip=VALUE_CLIP
-    )
+    return value_loss(forward_values(model, micro), fields["values"], fields["returns"], micro.weights, clip=VALUE_CLIP)
 
 
 def _actor_loss(model: nn.Module, micro: MicroBatch, case: Case) -> Sums:

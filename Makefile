@@ -73,6 +73,7 @@ clean: ## remove the virtual environments and caches
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv, some minutes"
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,ray,dev]'
 	touch $@
 
@@ -83,6 +84,7 @@ runs/models/SmolLM2-135M-Instruct/config.json: | .venv/installed
 # torch first and alone: an open range would pull gigabytes of CUDA. Peers that we compare with never enter .venv.
 .venv-verl/installed: constraints-verl.txt
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	@echo "installing verl into .venv-verl, some minutes"
 	.venv-verl/bin/pip install -q -c constraints-verl.txt torch==2.13.0
 	.venv-verl/bin/pip install -q -c constraints-verl.txt verl==0.9.1 pytest hypothesis
 	.venv-verl/bin/pip install -q -c constraints-verl.txt TransferQueue==0.1.11 cachetools fastapi uvicorn pydantic-settings tomli-w
@@ -90,6 +92,7 @@ runs/models/SmolLM2-135M-Instruct/config.json: | .venv/installed
 
 .venv-trl/installed: constraints-trl.txt
 	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	@echo "installing TRL into .venv-trl, some minutes"
 	.venv-trl/bin/pip install -q -c constraints-trl.txt torch==2.13.0
 	.venv-trl/bin/pip install -q -c constraints-trl.txt trl==1.16.0
 	touch $@

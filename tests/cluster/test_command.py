@@ -51,7 +51,7 @@ def test_ctrl_c_on_ray_ends_the_run_cleanly_and_the_local_launcher_goes_on_with_
     out, err = end(process)
     assert process.returncode == 130, err
     assert "round 1/3" in out
-    assert "interrupted after 1 rounds" in out
+    assert "interrupted after 1 round" in out
     assert "report: " in out
     assert "Traceback" not in err
     (config.out / "go").touch()

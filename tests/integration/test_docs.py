@@ -67,6 +67,17 @@ def test_python_blocks_run(page: Path, folder: Path, capsys: pytest.CaptureFixtu
         assert "rows: 47 = 47 trained" in capsys.readouterr().out
 
 
+def test_the_agent_of_its_page_trains_with_the_config_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text()
+    (tmp_path / "my_module.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "my.toml").write_text(blocks(page, "toml")[0])
+    command = [sys.executable, "-m", "raggedright", "train", "my.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "finished after 2 rounds" in done.stdout
+    assert "events of 2 rounds, the checkpoint of round 2, the model" in done.stdout
+
+
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_a_command_of_a_page_is_accepted(page: str, line: str, folder: Path) -> None:
     program, *words = shlex.split(line)

@@ -72,16 +72,21 @@ def test_a_run_on_two_ranks_ends_with_the_reports_path_and_all_files(tmp_path: P
 
 
 def test_the_same_command_goes_on_with_the_run_in_its_folder(tmp_path: Path):
+    code, _, err = run(tmp_path, "healthy", "--agent.name", "compacton")
+    assert (code, err) == (1, "raggedright: agent.name is 'compacton', which is no agent; is it compaction?\n")
     code, _, err = run(tmp_path, "healthy", "--train.rounds", "2")
     assert code == 0, err
     code, _, err = run(tmp_path, "healthy", "--rollout.n", "2")
     assert code == 1
     assert "rollout.n 4 -> 2; give those keys their old values, another --out, or --fresh" in err
+    (tmp_path / "run" / "stop").touch()  # of nobody any more
     code, out, err = run(tmp_path, "healthy", "--train.rounds", "3")
     assert code == 0, err
+    assert not (tmp_path / "run" / "stop").exists()
     assert "changed since the run began: train.rounds 2 -> 3" in out
     assert "found the checkpoint of round 2 and 0 of 32 sessions of round 3; 1 of 3 rounds to go" in out
     assert "finished after 3 rounds" in out
+    assert "(of the first and the last round)" in out
     code, out, err = run(tmp_path, "healthy", "--train.rounds", "3")
     assert code == 0, err
     assert "found the checkpoint of round 3, and all 3 rounds are done; raise train.rounds for more" in out
@@ -124,8 +129,8 @@ def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, err
-    assert "interrupted after 1 rounds" in out
-    assert "kept: 1 rounds' events, the checkpoint of round 1, the model" in out
+    assert "interrupted after 1 round" in out
+    assert ": events of 1 round, the checkpoint of round 1, the model; the same command goes on" in out
     assert events_of(tmp_path, "end")[0]["reason"] == "interrupted"
     assert "Traceback" not in err
 
@@ -136,7 +141,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path):
     code, out, err = run(tmp_path, "dies", "--parallel.dp", "2")
     assert code == 1
     assert "raggedright: rank 1" in err
-    assert "after 1 rounds" in out
+    assert "after 1 round" in out
 
 
 @pytest.mark.xdist_group("launch")
@@ -146,6 +151,7 @@ def test_ranks_are_started_again_from_the_last_checkpoint_where_that_is_asked_fo
     assert code == 0, err
     assert "found the checkpoint of round 1" in out
     assert "finished after 3 rounds" in out
+    assert "(of the first and the last round)" in out
     assert [event["round"] for event in events_of(tmp_path, "round")] == [1, 2, 3]
 
 

@@ -110,7 +110,20 @@ def test_svg_is_a_picture(rows_file):
 @pytest.mark.parametrize("how", [("--format", "table"), ("--format", "json"), ("--format", "svg"), ("--compare",)])
 def test_no_rows_are_an_ordinary_case(how):
     done = raggedright("plan", "-", *VERIFICATION, *how)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == "warning: standard input has no rows; a line is one row, a JSON object\n"
+
+
+def test_more_sessions_than_the_command_says_are_told(rows_file):
+    done = raggedright("plan", rows_file, *VERIFICATION, "--rollout-n", "2")
+    assert done.returncode == 0
+    assert "has a prompt of 8 sessions and --rollout-n is 2" in done.stderr
+
+
+def test_the_command_alone_prints_its_help():
+    done = raggedright()
+    assert done.returncode == 2
+    assert "raggedright COMMAND --help has examples" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -128,7 +141,7 @@ def test_no_rows_are_an_ordinary_case(how):
         ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1, "loss_tokens": 2}',
          "line 2: loss_tokens is 2 and response_tokens 1"),
         ('{"prompt": "p", "session": 0, "trajectory": 7, "prompt_tokens": 9000, "response_tokens": 120}',
-         "row p/0/7 has 9,120 tokens and micro_batch_tokens is 8,192; raise it to 9,120"),
+         "row p/0/7 has 9,120 tokens and --micro-batch-tokens is 8,192; raise it to 9,120"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_sentence_and_exit_code_1(line, sentence):
@@ -157,8 +170,8 @@ def test_a_file_that_is_not_there_or_not_text_is_bad_input(tmp_path: Path):
         ((*VERIFICATION, "--dp", "0"), "argument --dp: '0' is not a whole number of at least 1"),
         ((*VERIFICATION, "--align", "gcd"), "invalid choice: 'gcd'"),
         ((*VERIFICATION, "--micro-batch-rows", "8", "--micro-batch-tokens", "8"), "not allowed with"),
-        ((*VERIFICATION, "--loss-agg", "seq-mean-token-sum-norm"), "set loss_norm_tokens"),
-        ((*VERIFICATION, "--critic-warm-up"), "there is no critic_mini_batch_size"),
+        ((*VERIFICATION, "--loss-agg", "seq-mean-token-sum-norm"), "set --loss-norm-tokens"),
+        ((*VERIFICATION, "--critic-warm-up"), "--critic-warm-up is given and there is no --critic-mini-batch-size"),
         ((*VERIFICATION, "--compare", "--format", "svg"), "not with --format svg"),
         ((*VERIFICATION, "--seed", "-1"), "seed is -1"),
     ],

@@ -7,6 +7,7 @@ import pytest
 
 from raggedright.config import Config, dump_config, load_config
 from raggedright.config.load import keys, make_config
+from raggedright.config.resume import changes
 from raggedright.config.sections import Algorithm, Reference
 from raggedright.errors import ConfigError
 from raggedright.tensors.losses import KlEstimator, PolicyLoss
@@ -49,10 +50,16 @@ def test_all_faults_are_told_at_once() -> None:
             train={"rounds": 0, "align": "lmc"},
             rollout={"n": "many", "temprature": 1.0},
             optimizer={"learning_rate": 1e-3},
+            parallel={"threds": 2},
         )
     text = str(caught.value)
-    assert "test has 5 faults" in text
-    for words in ("train.rounds is 0", "train.align is 'lmc'", "rollout.n is 'many'"):
+    assert "test has 6 faults" in text
+    for words in (
+        "train.rounds is 0: it takes 1 or more",
+        "train.align is 'lmc': it takes 'steps' or 'lcm'",
+        "rollout.n is 'many': it takes a whole number",
+        "parallel.threds: there is no such key; did you mean parallel.threads?",
+    ):
         assert words in text
     assert "rollout.temprature: there is no such key; did you mean rollout.temperature?" in text
     assert "optimizer.learning_rate: there is no such key" in text
@@ -124,3 +131,23 @@ def test_choices_that_need_torch_elsewhere_are_the_same_here():
 @pytest.mark.parametrize(("policy", "attempts"), [("exclude", 1), ("zero", 1), ("retry", 6)])
 def test_only_the_policy_retry_runs_a_failed_session_again(policy, attempts):
     assert config_with(rollout={"on_failure": policy, "retries": 5}).rollout.attempts == attempts
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is a folder; give a TOML file"):
+        load_config(tmp_path)
+
+
+def test_a_fault_of_an_option_is_not_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(dump_config(config_with()))
+    with pytest.raises(ConfigError, match=r"config\.toml with the options given has a fault"):
+        load_config(path, {"train": {"rounds": "-7"}})
+
+
+def test_of_tables_that_differ_only_the_keys_that_do_are_shown() -> None:
+    made = config_with().model.made
+    assert made is not None
+    other = config_with(model={"made": {**made, "hidden_size": 48}, "symbols": config_with().model.symbols})
+    with pytest.raises(ConfigError, match=r"otherwise: model\.made\.hidden_size None -> 48; give"):
+        changes(config_with(), other)

@@ -1,5 +1,8 @@
 """Advantages of a round's tokens, by hand: what counts a session, what counts a row, what counts a token."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +11,9 @@ from raggedright.config.load import make_config
 from raggedright.store.protocol import Key, RowEntry, SessionEntry, SessionKey
 from raggedright.store.rows import rows_of
 from raggedright.train.advantages import token_advantages, token_rewards
+from raggedright.train.round import check_any
 from raggedright.train.sealed import SealedRound
+from raggedright.train.world import TrainError
 
 MASKS = {0: [[1.0, 0.0, 1.0], [1.0]], 1: [[1.0, 1.0, 0.0]]}  # of session 0's two rows and of session 1's one
 
@@ -94,3 +99,11 @@ def test_gae_without_discount_returns_the_reward_at_every_loss_token():
     assert found.returns is not None
     assert found.returns.tolist() == [1.0, 0.0, 1.0, 1.0, 0.25, 0.25, 0.0]
     assert found.advantages.tolist() == [0.5, 0.0, 0.5, 0.5, -0.25, -0.25, 0.0]
+
+
+def test_a_round_without_a_generated_token_ends_the_run_with_what_may_be_missing():
+    sealed = sealed_round({0: 1.0, 1: 0.0})
+    check_any(sealed)
+    silent = np.zeros_like(sealed.rows.loss_tokens)
+    with pytest.raises(TrainError, match=r"none of its \d+ rows has a token that was generated.*is an `await` missing"):
+        check_any(replace(sealed, rows=replace(sealed.rows, loss_tokens=silent)))

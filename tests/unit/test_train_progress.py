@@ -40,14 +40,19 @@ def test_sessions_are_counted_in_a_round_that_takes_its_time(monkeypatch):
     progress.round(1, FIGURES)
     for done, clock[0] in ((1, 1.0), (2, 6.0), (3, 7.0), (4, 12.0)):
         progress.sessions(2, done, 4)
-    assert out.getvalue().splitlines()[1:] == [
+    clock[0] = 14.0
+    progress.round(2, FIGURES)
+    clock[0] = 18.0  # long after the last such line, and not after the round began
+    progress.sessions(3, 1, 4)
+    assert out.getvalue().splitlines()[1:3] == [
         "round 2/2  2 of 4 sessions on this rank",
         "round 2/2  4 of 4 sessions on this rank",
     ]
+    assert "round 3" not in out.getvalue()
 
 
-def test_markup_in_a_cause_is_text():
-    cause = "p/0: ValueError: [red]not[/red] a colour"
+def test_markup_and_names_of_emoji_in_a_cause_are_text():
+    cause = "p/0: ValueError: [red]not[/red] a colour :boom:"
     assert cause in shown(FIGURES._replace(failed=1, first_failure=cause))
 
 

@@ -24,34 +24,39 @@ from raggedright.store.checks import is_text
 
 Make = Callable[[int, int], Mapping[str, object]]
 
-KEY = "prompts.source"
-
 
 class Tasks(Protocol):
     """Where a run's tasks come from."""
+
+    def check_enough(self, num_tasks: int, key: str) -> None:
+        """A ConfigError unless so many tasks can be drawn at once; `key` says who wants them."""
+        ...
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """The tasks of a round; rounds count from 1."""
         ...
 
 
-def load_tasks(source: str, *, seed: int) -> Tasks:
-    """Tasks of a .jsonl or .parquet file, or of a "module:function" that takes (index, seed)."""
+def load_tasks(source: str, *, seed: int, key: str = "prompts.source") -> Tasks:
+    """Tasks of a .jsonl or .parquet file, or of a "module:function" that takes (index, seed); `key` is for errors."""
     suffix = Path(source).suffix
     if suffix in (".jsonl", ".parquet"):
         if not Path(source).is_file():
-            raise ConfigError(f"{KEY} is {source}, and there is no such file; give its path from {Path.cwd()}")
+            raise ConfigError(f"{key} is {source}, and there is no such file; give its path from {Path.cwd()}")
         lines = _jsonl(source) if suffix == ".jsonl" else _parquet(source)
-        return FileTasks(source, _named(source, lines), seed=seed)
+        tasks = _named(lines)
+        if not tasks:
+            raise ConfigError(f"{key} is {source}, which has no tasks; one line or row is one task")
+        return FileTasks(source, tasks, seed=seed)
     if ":" not in source:
-        raise ConfigError(f"{KEY} is {source!r}; it takes a .jsonl or .parquet file, or 'module:function'")
-    make = find_named(source, key=KEY)
+        raise ConfigError(f"{key} is {source!r}; it takes a .jsonl or .parquet file, or 'module:function'")
+    make = find_named(source, key=key)
     if not callable(make):
-        raise ConfigError(f"{KEY} is {source!r}, a {type(make).__name__}; it takes a function of (index, seed)")
+        raise ConfigError(f"{key} is {source!r}, a {type(make).__name__}; it takes a function of (index, seed)")
     try:
         signature(make).bind(0, seed)
     except TypeError as error:
-        raise ConfigError(f"{KEY} is {source!r}: {error}; it takes a function of (index, seed)") from None
+        raise ConfigError(f"{key} is {source!r}: {error}; it takes a function of (index, seed)") from None
     return MadeTasks(source, cast(Make, make), seed=seed)
 
 
@@ -61,6 +66,10 @@ class MadeTasks:
     def __init__(self, source: str, make: Make, *, seed: int) -> None:
         self._source, self._make, self._seed = source, make, seed
 
+    def check_enough(self, num_tasks: int, key: str) -> None:
+        """There is no end to them; the first one is made, to see what it is."""
+        self._task(0)
+
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """Tasks number round * batch_size and on."""
         return [self._task(round * batch_size + i) for i in range(batch_size)]
@@ -69,7 +78,7 @@ class MadeTasks:
         data = self._make(index, self._seed)
         if not isinstance(data, Mapping):
             call = f"{self._source}({index}, {self._seed})"
-            raise ConfigError(f"{KEY}: {call} returned a {type(data).__name__}; it takes a mapping")
+            raise ConfigError(f"{call} returned a {type(data).__name__}; a task is a mapping")
         return Task(uid=str(index), data=data)
 
 
@@ -80,14 +89,17 @@ class FileTasks:
         self._source, self._tasks, self._seed = source, tasks, seed
         self._last: tuple[int, int, Ints] | None = None  # batch_size, epoch, its order
 
+    def check_enough(self, num_tasks: int, key: str) -> None:
+        """They are all different."""
+        if num_tasks > len(self._tasks):
+            raise ConfigError(
+                f"{key} is {num_tasks:,} and {self._source} has {len(self._tasks):,} tasks; lower it, or add tasks"
+            )
+
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """The next `batch_size` tasks of the epochs' orders."""
+        self.check_enough(batch_size, "train.batch_size")
         size = len(self._tasks)
-        if batch_size > size:
-            raise ConfigError(
-                f"{batch_size:,} different tasks are wanted at once and {self._source} has {size:,}; "
-                "lower train.batch_size (or eval.prompts), or add tasks"
-            )
         epoch, start = divmod((round - 1) * batch_size, size)
         order = self._order(epoch, batch_size)[start : start + batch_size]
         rest = batch_size - len(order)
@@ -128,6 +140,9 @@ def _jsonl(source: str) -> Iterator[tuple[str, object]]:
                     yield where, json.loads(text)
             except UnicodeDecodeError:
                 raise ConfigError(f"{where}: not UTF-8 text; tasks are JSON, one object a line") from None
+            except json.JSONDecodeError as error:
+                said = f"{error.msg} at column {error.colno}"
+                raise ConfigError(f"{where}: not JSON ({said}); one line is one task, an object") from None
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where}: not JSON ({error}); one line is one task, an object") from None
 
@@ -145,7 +160,7 @@ def _parquet(source: str) -> Iterator[tuple[str, object]]:
     yield from ((f"{source}, row {i}", record) for i, record in enumerate(records))
 
 
-def _named(source: str, records: Iterator[tuple[str, object]]) -> list[Task]:
+def _named(records: Iterator[tuple[str, object]]) -> list[Task]:
     """Tasks with a uid each: the field of that name, or the number of the task."""
     tasks: list[Task] = []
     places: dict[str, str] = {}
@@ -159,6 +174,4 @@ def _named(source: str, records: Iterator[tuple[str, object]]) -> list[Task]:
             raise ConfigError(f"{where}: field uid is {uid!r:.60}, as in {places[uid]}; give each task one of its own")
         places[uid] = where
         tasks.append(Task(uid=uid, data=record))
-    if not tasks:
-        raise ConfigError(f"{KEY} is {source}, which has no tasks; one line or row is one task")
     return tasks

@@ -95,11 +95,16 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> list[int]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if (backend := _backend(tokenizer)) is not None:
+    if (backend := _backend(tokenizer)) is None:
+        return tokenizer.encode(text, add_special_tokens=False)
+    try:
         if len(text) <= _SHORT:
             return [*_encode_short(backend, backend.get_vocab_size(), text)]
         return backend.encode(text, add_special_tokens=False).ids
-    return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the library raises nothing narrower
+        raise SessionError(
+            f"the tokenizer has no tokens for all of {text!r:.60} ({error}); a made model knows its model.symbols alone"
+        ) from None
 
 
 @lru_cache(maxsize=4096)

@@ -240,6 +240,6 @@ class Trajectory:
     def _too_long(self, what: str) -> SessionError:
         row, context = self._session._settings.max_row_tokens, self._session._context_tokens
         limit = f"rollout.max_row_tokens (by default train.micro_batch_tokens) is {row:,}; raise it"
-        if context < row:
+        if context <= row:
             limit = f"the model's context has {context:,}; take a model with a longer one"
         return SessionError(f"row {self.name} {what}, and {limit}, or open a fresh trajectory")

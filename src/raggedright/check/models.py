@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -75,9 +76,9 @@ def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) ->
         kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
     try:
         model = kind.from_config(config) if name in BUILTIN else kind.from_pretrained(name, config=config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         cause = str(error).splitlines()[0]
-        raise ConfigError(f"--model {name}: transformers cannot load it as {kind.__name__} ({cause})") from None
+        raise ConfigError(f"--model {name}: transformers cannot load it ({cause})") from None
     return nn.Module.to(model, DTYPES[dtype]).eval()
 
 

@@ -21,7 +21,7 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"raggedright {version('raggedright')}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     plan.add_command(commands)
     check.add_command(commands)
     train.add_command(commands, argv)
@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; what goes wrong is said in a sentence on standard error."""
     parser = make_parser(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
     if unknown and not hasattr(args, "take_unknown"):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.unknown = unknown
@@ -45,5 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0

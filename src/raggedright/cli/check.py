@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from raggedright.cli.arguments import Commands, add_parser, count, counts
 from raggedright.errors import ConfigError, RaggedRightError
+from raggedright.report.words import counted
 
 if TYPE_CHECKING:
     from raggedright.check.cases import Case
@@ -65,6 +67,8 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Choose cases, run them, show them."""
+    for name in args.model or ():
+        _check_name(name)
     try:
         from raggedright.check.cases import all_cases, choices, covering_cases
         from raggedright.check.models import BUILTIN, has_critic
@@ -93,9 +97,21 @@ def run(args: argparse.Namespace) -> None:
         json.dump(_to_dict(results), sys.stdout)
         print()
     else:
-        _print_table(results, Console())
+        _print_table(results, Console(emoji=False))
+        if not failed:
+            print(f"{counted(len(results), 'case')}, all within their tolerance")
     if failed:
         raise CheckError(f"{len(failed)} of {len(results)} cases are above their tolerance; the first is {failed[0]}")
+
+
+def _check_name(name: str) -> None:
+    """Refuse what is no model before anything slow is imported."""
+    if "/" not in name and not Path(name).is_dir():
+        return  # one that is made on the spot, or a wrong name, which is told with the right ones
+    if not (Path(name) / "config.json").is_file():
+        inside = Path(name) / "model"
+        hint = f"; did you mean {inside}?" if (inside / "config.json").is_file() else ""
+        raise ConfigError(f"--model {name}: not a model directory, it has no config.json{hint}")
 
 
 def _run_all(cases: "list[Case]") -> "Iterator[Result]":
@@ -144,11 +160,11 @@ def _print_table(results: "list[Result]", console: Console) -> None:
     for (model, dtype, align), group in sorted(groups.items()):
         padding = [result.padding_rows for result in group]
         table.add_row(
-            Path(model).resolve().name,
+            escape(model),
             dtype,
             align,
             str(len(group)),
-            f"{min(padding)}-{max(padding)}",
+            str(min(padding)) if min(padding) == max(padding) else f"{min(padding)}-{max(padding)}",
             f"{max(result.rel_error for result in group):.1e}",
             f"{max(result.metric_drift for result in group):.1e}",
             f"{TOLERANCE[dtype]:.0e}",

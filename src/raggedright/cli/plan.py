@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import re
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import get_args
 
@@ -29,6 +31,7 @@ examples:
 
 A line of ROWS.jsonl is one row:
   {"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 12, "response_tokens": 30, "loss_tokens": 30}
+loss_tokens may be left out: all of the response.
 """
 
 
@@ -87,16 +90,26 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         layout = Layout(**options)
     except ConfigError as error:
-        parser.error(str(error))
+        parser.error(_with_options(str(error)))
     rows = _read(args.file)
+    if not len(rows):
+        print(f"warning: {_name(args.file)} has no rows; a line is one row, a JSON object", file=sys.stderr)
     if rows.num_prompts > layout.batch_size:
         print(
             f"warning: {args.file} has {rows.num_prompts:,} prompts and --batch-size is {layout.batch_size:,}; "
             "steps are counted from the latter",
             file=sys.stderr,
         )
+    if (most := _most_sessions(rows)) > layout.rollout_n:
+        print(
+            f"warning: {args.file} has a prompt of {most:,} sessions and --rollout-n is {layout.rollout_n:,}",
+            file=sys.stderr,
+        )
     start = time.perf_counter()
-    plan = make_plan(rows, layout)
+    try:
+        plan = make_plan(rows, layout)
+    except RowsError as error:
+        raise RowsError(_with_options(str(error))) from None
     seconds = time.perf_counter() - start
     rules = compare_rules(rows, layout) if args.compare else None
     if args.format == "svg":
@@ -106,7 +119,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         json.dump({**plan_to_dict(plan, seconds), **comparison}, sys.stdout)
         print()
     else:
-        console = Console()
+        console = Console(emoji=False, markup=False)
         print_plan(plan, seconds, console)
         console.print(str(close_ledger(plan)), highlight=False)
         if rules:
@@ -120,4 +133,22 @@ def _read(file: str) -> Rows:
     except OSError as error:
         raise RowsError(f"{file}: {error.strerror}; give a file of rows, or - for standard input") from None
     except RowsError as error:
-        raise RowsError(f"{'standard input' if file == '-' else file}, {error}") from None
+        raise RowsError(f"{_name(file)}, {error}") from None
+
+
+def _name(file: str) -> str:
+    return "standard input" if file == "-" else file
+
+
+def _most_sessions(rows: Rows) -> int:
+    """Sessions of the prompt that has the most."""
+    sessions = dict.fromkeys(zip(rows.prompt.tolist(), rows.session.tolist(), strict=True))
+    return max(Counter(prompt for prompt, _ in sessions).values(), default=0)
+
+
+def _with_options(text: str) -> str:
+    """A sentence about settings in the words of the command line."""
+    options = {"dp_size": "--dp", "actor_trains is False": "--critic-warm-up is given"}
+    names = [name for name in Layout.__dataclass_fields__ if "_" in name and name not in options]
+    options |= {name: f"--{name.replace('_', '-')}" for name in names}
+    return re.sub(r"\b(" + "|".join(options) + r")\b", lambda found: options[found[1]], text)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from raggedright.cli.arguments import Commands, add_parser
 from raggedright.errors import ConfigError
+from raggedright.report.words import counted
 
 if TYPE_CHECKING:
     from pydantic_settings import CliSettingsSource
@@ -50,7 +51,11 @@ def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[st
         "raggedright train CONFIG [--dry-run] [--fresh] [--max-restarts K] [--launcher ray] [--KEY VALUE ...]"
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
-    parser.add_argument("--dry-run", action="store_true", help="print the config and a made-up round's plan, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the config and the plan of a made-up round, and stop; looks at no model, agent or prompt",
+    )
     parser.add_argument("--fresh", action="store_true", help="remove the run that is in the run folder, and start anew")
     parser.add_argument(
         "--max-restarts",
@@ -114,7 +119,8 @@ def _read_options(args: argparse.Namespace, source: "CliSettingsSource[Config]")
     try:
         values = dict(source(parsed_args=args)())
     except SettingsError as error:
-        raise ConfigError(f"{error}; lists and tables are given as JSON") from None
+        said = str(error).removeprefix("Parsing error encountered for ")
+        raise ConfigError(f"{said}; lists and tables are given as JSON, such as '{{\"tries\": 3}}'") from None
     for name in nulls:
         section, _, key = name.rpartition(".")
         inside = cast(dict, values.get(section, {}))
@@ -137,48 +143,54 @@ def _train(config: "Config") -> None:
     """Run to the end, whichever it is, and say what is there."""
     from raggedright.train.launch import launch
 
-    console = Console()
     critic = f", critic mini_batch_size {config.critic.mini_batch_size}" if config.has_critic else ""
-    console.print(
-        f"{config.agent.name}: {config.train.rounds} rounds, dp {config.parallel.dp}, batch_size "
+    print(
+        f"{config.agent.name}: {counted(config.train.rounds, 'round')}, dp {config.parallel.dp}, batch_size "
         f"{config.train.batch_size}, mini_batch_size {config.train.mini_batch_size}{critic}, rollout.n "
         f"{config.rollout.n}, align {config.train.align}; starting",
-        highlight=False,
-        soft_wrap=True,
+        flush=True,
     )
     began = time.perf_counter()
     try:
         launch(config)
     except BaseException:
         if (config.out / EVENTS_FILE).exists():  # what there is of the run has a report, and the error goes on
-            _finish(config.out, time.perf_counter() - began, console)
+            _finish(config.out, time.perf_counter() - began)
         raise
-    if _finish(config.out, time.perf_counter() - began, console) == "interrupted":
+    if _finish(config.out, time.perf_counter() - began) == "interrupted":
         raise KeyboardInterrupt
 
 
-def _finish(folder: Path, seconds: float, console: Console) -> str:
+def _finish(folder: Path, seconds: float) -> str:
     """Write the report and say what there is; how the run ended."""
     from raggedright.report.events import read_events
     from raggedright.report.run_page import write_report
 
     events = read_events(folder / EVENTS_FILE)
-    console.print(_last_line(folder, events, seconds), highlight=False, soft_wrap=True)
-    console.print(f"report: {write_report(folder)}", highlight=False, soft_wrap=True)
+    print(_last_lines(folder, events, seconds))
+    print(f"report: {write_report(folder)}", flush=True)
     return events.end.reason if events.end else "cut off"
 
 
-def _last_line(folder: Path, events: "RunEvents", seconds: float) -> str:
+def _last_lines(folder: Path, events: "RunEvents", seconds: float) -> str:
     """How the run ended and what was kept."""
+    from raggedright.report.run_numbers import ends_of
+
     reason = events.end.reason if events.end else "cut off"
     scores = [round.metrics["critic/score/mean"] for round in events.rounds if "critic/score/mean" in round.metrics]
-    few = min(10, len(scores))
-    ends = f"score {sum(scores[:few]) / few:.3f} -> {sum(scores[-few:]) / few:.3f}" if few else "no round trained"
+    score = "no round trained"
+    if scores:
+        before, after, few = ends_of(scores)
+        of = f"mean of the first and the last {counted(few, 'round')}" if few > 1 else "of the first and the last round"
+        score = f"score {before:.3f} -> {after:.3f} ({of})" if len(scores) > 1 else f"score {after:.3f}"
     checkpoints = sorted((folder / "checkpoints").glob("round-*"))
-    kept = f"; kept: {len(scores)} rounds' events"
+    kept = f"events of {counted(len(scores), 'round')}"
     kept += f", the checkpoint of round {int(checkpoints[-1].name[6:])}" if checkpoints else ""
     kept += ", the model" if (folder / "model").is_dir() else ""
-    return f"{reason} after {len(scores)} rounds in {seconds:.0f} s, {ends}{kept} in {folder}"
+    again = "; the same command goes on" if reason in ("interrupted", "cut off") else ""
+    return (
+        f"{reason} after {counted(len(scores), 'round')} in {seconds:.0f} s: {score}\nkept in {folder}: {kept}{again}"
+    )
 
 
 @contextmanager
@@ -200,7 +212,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _take_folder(config: "Config", *, fresh: bool) -> None:
     """See whether the run in the folder can go on, or remove it where that was asked for."""
     folder = config.out
-    if not fresh and (folder / CONFIG_FILE).exists():
+    if not fresh and (folder / CONFIG_FILE).exists() and (folder / EVENTS_FILE).exists():  # it has begun
         _check_same_run(config)
         return
     for name in (*RUN_FILES, *RUN_FOLDERS) if fresh else ():
@@ -226,11 +238,11 @@ def _dry_run(config: "Config") -> None:
     from raggedright.plan.plan import make_plan
     from raggedright.report.table import print_plan
 
-    console = Console()
+    console = Console(emoji=False, markup=False)
     print(dump_config(config), flush=True)
     began = time.perf_counter()
     plan = make_plan(_made_up_rows(config), config.layout(1))
-    console.print("a made-up first round, one to four rows a session:\n", highlight=False)
+    console.print("a made-up first round, one to four rows a session of any length that fits:\n", highlight=False)
     print_plan(plan, time.perf_counter() - began, console)
     sys.stdout.flush()
 
@@ -242,7 +254,8 @@ def _made_up_rows(config: "Config") -> "Rows":
 
     chance = random.Random(config.seed)
     budget = config.layout(1).micro_batch_tokens or 2 * config.rollout.max_tokens
-    longest = min(config.rollout.max_row_tokens or budget, budget)
+    context = (config.model.made or {}).get("max_position_embeddings")
+    longest = min(config.rollout.max_row_tokens or budget, budget, context if isinstance(context, int) else budget)
     response = max(1, min(config.rollout.max_tokens, longest // 2))
     records = []
     for prompt in range(config.train.batch_size):

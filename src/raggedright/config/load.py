@@ -15,6 +15,17 @@ from raggedright.errors import ConfigError
 
 Values = Mapping[str, object]
 
+_TAKES = {  # by the beginning of pydantic's name for a fault
+    "int_": "it takes a whole number",
+    "float_": "it takes a number",
+    "bool_": "it takes true or false",
+    "greater_than_equal": "it takes {ge} or more",
+    "greater_than": "it takes more than {gt}",
+    "less_than_equal": "it takes {le} or less",
+    "less_than": "it takes less than {lt}",
+    "literal_error": "it takes {expected}",
+}
+
 
 def load_config(path: Path, overrides: Values | None = None) -> Config:
     """The config in a file, with the given keys in place of the file's; every fault is in the one error."""
@@ -22,9 +33,12 @@ def load_config(path: Path, overrides: Values | None = None) -> Config:
         values = TomlConfigSettingsSource(Config, path)() if path.is_file() else None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    if path.is_dir():
+        raise ConfigError(f"{path}: it is a folder; give a TOML file, such as configs/compaction.toml")
     if values is None:
         raise ConfigError(f"{path}: there is no such file; a run needs a TOML file, such as configs/compaction.toml")
-    return make_config(_merge(values, overrides or {}), source=str(path))
+    source = f"{path} with the options given" if overrides else str(path)
+    return make_config(_merge(values, overrides or {}), source=source)
 
 
 def make_config(values: Values, *, source: str) -> Config:
@@ -56,8 +70,10 @@ def suggest(key: str) -> str:
     known = [name for name, _, _ in keys()]
     tables = {name.split(".")[0] for name in known if "." in name}
     near = get_close_matches(key, [*known, *tables], n=1, cutoff=0.6)
-    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    found = same_name or near
+    own_name = key.rpartition(".")[2]
+    same_name = [name for name in known if name.rpartition(".")[2] == own_name]
+    near_name = get_close_matches(own_name, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.7)
+    found = same_name or near or [name for name in known if name.rpartition(".")[2] in near_name]
     return f"; did you mean {' or '.join(found[:3])}?" if found else f"; sections are {', '.join(sorted(tables))}"
 
 
@@ -86,8 +102,9 @@ def _sentences(fault: ErrorDetails) -> list[str]:
         case "value_error":
             said = fault["msg"].removeprefix("Value error, ").splitlines()
             return [f"{key}: {line}" if key else line for line in said]
-        case _:
-            message = fault["msg"][0].lower() + fault["msg"][1:]
+        case kind:
+            words = next((text for name, text in _TAKES.items() if kind.startswith(name)), None)
+            message = words.format(**fault.get("ctx", {})) if words else fault["msg"][0].lower() + fault["msg"][1:]
             return [f"{key} is {fault['input']!r}: {message}"]
 
 

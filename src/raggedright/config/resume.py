@@ -51,4 +51,12 @@ def _differences(old: Config, new: Config) -> Iterator[tuple[str, object, object
 
 
 def _words(key: str, before: object, after: object) -> str:
-    return f"{key} {before!r} -> {after!r}"
+    """What differs; of two tables, what is not the same in both."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return "; ".join(_words(f"{key}.{name}", before.get(name), after.get(name)) for name in names)
+    return f"{key} {_shown(before)} -> {_shown(after)}"
+
+
+def _shown(value: object) -> str:
+    return "a table" if isinstance(value, dict) and value else repr(value)

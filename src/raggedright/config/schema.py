@@ -74,7 +74,9 @@ class Config(BaseSettings):
     @classmethod
     def _one_model(cls, model: Model) -> Model:
         if (model.path is None) == (model.made is None):
-            raise ValueError("takes either path, a model directory, or made, a transformers config")
+            given = "both are given" if model.path else "neither is given"
+            other = "; an option takes the other away: --model.path null, or --model.made null" if model.path else ""
+            raise ValueError(f"takes either path, a model directory, or made, a transformers config; {given}{other}")
         if model.made is not None and "model_type" not in model.made:
             raise ValueError("made has no model_type; it takes a transformers config such as {model_type = 'qwen3'}")
         if model.made is not None and not model.symbols:
@@ -158,10 +160,11 @@ class Config(BaseSettings):
                 f"rollout.top_p is {rollout.top_p:g} and rollout.top_k {rollout.top_k}: sessions sample from fewer "
                 "tokens than training computes log-probs over, so that the policy trains off its own distribution"
             )
+        num_steps = -(-self.train.batch_size // self.train.mini_batch_size)
         if self.train.batch_size % self.train.mini_batch_size:
             found.append(
                 f"train.batch_size is {self.train.batch_size} and train.mini_batch_size {self.train.mini_batch_size}: "
-                "prompts are spread evenly over the steps, fewer in each than mini_batch_size"
+                f"prompts are spread evenly, about {self.train.batch_size / num_steps:.3g} in each of {num_steps} steps"
             )
         return found
 

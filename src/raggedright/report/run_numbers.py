@@ -4,11 +4,12 @@ A score is compared between the first and the last ten rounds, or half of the ru
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from raggedright.arrays import Floats
 from raggedright.report.axes import duration, number, share
 from raggedright.report.run_events import RoundEvent, RunEvents
 from raggedright.report.series import metric
@@ -136,6 +137,12 @@ def headline(events: RunEvents) -> list[Stat]:
     ]
 
 
+def ends_of(values: Sequence[float] | Floats) -> tuple[float, float, int]:
+    """The mean of the first few values and of the last few, which do not overlap, and how many these are."""
+    window = min(WINDOW, max(1, len(values) // 2))
+    return float(np.mean(values[:window])), float(np.mean(values[-window:])), window
+
+
 def _rise(label: str, events: RunEvents, name: str) -> list[Stat]:
     values = metric(events.rounds, name)
     values = values[np.isfinite(values)]
@@ -143,9 +150,8 @@ def _rise(label: str, events: RunEvents, name: str) -> list[Stat]:
         return []
     if len(values) == 1:
         return [Stat(label, number(round(float(values[0]), 3)), "of the only round")]
-    window = min(WINDOW, len(values) // 2)
-    ends = (f"{values[:window].mean():.2f}", f"{values[-window:].mean():.2f}")
-    before, after = (end.replace("-", "\N{MINUS SIGN}") for end in ends)
+    *ends, window = ends_of(values)
+    before, after = (f"{end:.2f}".replace("-", "\N{MINUS SIGN}") for end in ends)
     rounds = "round" if window == 1 else f"{window} rounds"
     return [Stat(label, after, f"mean of the first and last {rounds}", before)]
 

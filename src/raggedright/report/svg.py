@@ -18,7 +18,7 @@ from raggedright.plan.cut import Step
 from raggedright.plan.measure import tokens_of
 from raggedright.plan.plan import Plan, Role
 from raggedright.report.svg_page import n, page, prompt_class, rect, short, text
-from raggedright.report.words import counted, more, num_padding_rows, rows_in_words, step_name
+from raggedright.report.words import counted, more, num_padding_rows, rows_in_words, step_facts, step_name
 
 MOST_SESSIONS, MOST_STEPS, MOST_LANES, MOST_SLOTS = 32, 4, 16, 12
 TOP, MARGIN = 84, 24
@@ -146,10 +146,7 @@ def _cell(plan: Plan, steps: Sequence[Step], height: float) -> _Cell:
 
 
 def _draw_captions(plan: Plan, step: Step, name: str, y: float) -> list[str]:
-    num_padding = int((step.row >= len(plan.rows)).sum())
-    facts = [counted(len(step.row) - num_padding, "row")]
-    facts += [counted(num_padding, "padding row")] if num_padding else []
-    facts += ["skipped: no loss token"] if step.skipped else []
+    facts = step_facts(plan, step)
     hidden = more(step.num_slots - MOST_SLOTS, "micro-batch")
     facts += [f"{hidden} a rank"] if hidden else []
     return [text(PANEL + 12, y, name, "b"), text(PANEL + PANEL_WIDTH - 12, y, ", ".join(facts), "m e")]

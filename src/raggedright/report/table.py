@@ -17,7 +17,7 @@ from raggedright.arrays import Bools, Ints
 from raggedright.plan.cut import Step
 from raggedright.plan.measure import measure_imbalance, tokens_of
 from raggedright.plan.plan import Plan, Role
-from raggedright.report.words import counted, more, num_padding_rows, rows_in_words, step_name
+from raggedright.report.words import counted, more, num_padding_rows, rows_in_words, step_facts, step_name
 
 MOST_STEPS, MOST_RANKS = 4, 8
 NAME_WIDTH, CELL_WIDTH = 10, 3  # columns of `  rank 0`, and of a cell with the gap after it
@@ -30,6 +30,7 @@ def print_plan(plan: Plan, seconds: float, console: Console) -> None:
         console.print(Text(f"{label:<9}", style="bold"), Text(words), sep="", soft_wrap=True)
     console.print()
     console.print(_roles(plan))
+    console.print(Text("imbalance: the slowest over the mean, 1.000 is level", style=QUIET))
     console.print()
     role = plan.trained_roles[0]
     glyphs = _ASCII if console.options.ascii_only else _BLOCKS
@@ -120,11 +121,8 @@ def _grid(plan: Plan, role: Role, width: int, glyphs: _Glyphs) -> Iterable[Text]
 
 
 def _caption(plan: Plan, number: int, step: Step) -> Text:
-    num_padding = int((step.row >= len(plan.rows)).sum())
-    facts = [counted(len(step.row) - num_padding, "row")]
-    facts += [counted(num_padding, "padding row")] if num_padding else []
-    facts += ["skipped: no loss token"] if step.skipped else []
-    return Text.assemble((step_name(plan, number, step), "bold"), ("  " + ", ".join(facts), QUIET))
+    facts = ", ".join(step_facts(plan, step))
+    return Text.assemble((step_name(plan, number, step), "bold"), ("  " + facts, QUIET))
 
 
 def _lanes(plan: Plan, step: Step, num_ranks: int, width: int, glyphs: _Glyphs) -> Iterable[Text]:

@@ -35,3 +35,13 @@ def num_padding_rows(plan: Plan, steps: Sequence[Step]) -> int:
 def step_name(plan: Plan, number: int, step: Step) -> str:
     """`step 3`, with its epoch where there are several."""
     return f"step {number + 1}" + (f", epoch {step.epoch + 1}" if plan.layout.epochs > 1 else "")
+
+
+def step_facts(plan: Plan, step: Step) -> list[str]:
+    """What a step holds, and whether it is skipped."""
+    num_padding = int((step.row >= len(plan.rows)).sum())
+    num_rows = len(step.row) - num_padding
+    facts = [counted(num_rows, "row")]
+    facts += [counted(num_padding, "padding row")] if num_padding else []
+    facts += ["skipped: no loss token" if num_rows else "skipped"] if step.skipped else []
+    return facts

@@ -15,9 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from raggedright.agents.load import load_agent
-from raggedright.agents.prompts import load_tasks
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
+from raggedright.train.prompts import load_prompts
 from raggedright.train.rank import LOGS_FOLDER, run_rank
 from raggedright.train.stop import STOP_FILE, ask_to_stop
 from raggedright.train.world import TrainError, loopback, num_threads
@@ -25,6 +25,17 @@ from raggedright.train.world import TrainError, loopback, num_threads
 
 def launch(config: Config) -> None:
     """Run all ranks of the run whose folder holds its config, to their end."""
+    load_agent(config.agent.name, config.agent.options)  # what is wrong with them is told before any rank starts
+    load_prompts(config)
+    stop = config.out / STOP_FILE
+    stop.unlink(missing_ok=True)  # asked for before there was a run to stop
+    try:
+        _launch(config)
+    finally:
+        stop.unlink(missing_ok=True)
+
+
+def _launch(config: Config) -> None:
     if config.parallel.launcher == "ray":
         try:
             from raggedright.train.ray_launch import launch_on_ray
@@ -37,8 +48,6 @@ def launch(config: Config) -> None:
     if config.parallel.dp == 1 and not config.parallel.max_restarts:
         run_rank(config.out)
         return
-    load_agent(config.agent.name, config.agent.options)  # a wrong name is told before any rank starts
-    load_tasks(config.prompts.source, seed=config.seed)
     logs = config.out / LOGS_FOLDER
     logs.mkdir(exist_ok=True)
     settings = LaunchConfig(
@@ -66,7 +75,6 @@ def launch(config: Config) -> None:
         raise TrainError(f"the launcher got {error.sigval.name} and ended the ranks") from None
     finally:
         signal.signal(signal.SIGINT, before)
-        (config.out / STOP_FILE).unlink(missing_ok=True)
 
 
 def _last_words(error: ChildFailedError, logs: Path) -> str:

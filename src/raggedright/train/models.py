@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
@@ -42,11 +43,11 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
 
 def make_tokenizer(symbols: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each symbol, an end of text, a padding token, and special ones."""
+    """A tokenizer with a token for each symbol, an end of text, a padding token, and special ones; no other text."""
     names = [*symbols, EOS, PAD]
     if len(set(names)) < len(names):
         raise ConfigError(f"model.symbols is {symbols!r}: a symbol is in it twice")
-    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=PAD))
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
@@ -122,9 +123,10 @@ def _load(
             loaded = kind.from_config(config, attn_implementation=model.attention)
         else:
             loaded = kind.from_pretrained(path, config=config, attn_implementation=model.attention)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         cause = str(error).splitlines()[0]
-        raise ConfigError(f"model: transformers cannot load it as {kind.__name__} ({cause})") from None
+        given = f"model.path is {path}" if path else "model.made"
+        raise ConfigError(f"{given}: transformers cannot load it as {kind.__name__} ({cause})") from None
     loaded = nn.Module.to(loaded, getattr(torch, model.dtype))
     for module in loaded.modules():
         if isinstance(module, nn.Dropout):

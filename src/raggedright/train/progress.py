@@ -35,7 +35,7 @@ class Progress:
     def __init__(self, num_rounds: int, *, done: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
         self._num_rounds = num_rounds
-        self._began = self._last_line = monotonic()
+        self._began = self._last_line = self._round_began = monotonic()
         self._rounds_here = 0
         self._told_of_failure = False
         self._bar: Bar | None = None
@@ -60,7 +60,7 @@ class Progress:
         if figures.first_failure and not self._told_of_failure:
             self._told_of_failure = True
             self.say(f"round {round}: the first session that failed, {figures.first_failure}; others are in the report")
-        now = monotonic()
+        now = self._round_began = monotonic()
         if self._bar is not None:
             self._last_line = now
             self._bar.update(self._task, completed=round, words=str(figures))
@@ -73,7 +73,7 @@ class Progress:
     def sessions(self, round: int, done: int, total: int) -> None:
         """Sessions of this rank have ended; shown in a round that takes longer than a line may be awaited."""
         now = monotonic()
-        if now - self._last_line < SECONDS_A_LINE:
+        if now - max(self._last_line, self._round_began) < SECONDS_A_LINE:
             return
         self._last_line = now
         words = f"{done:,} of {total:,} sessions on this rank"
@@ -89,7 +89,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line above the bar, or in its place among plain lines."""
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def close(self) -> None:
         """Leave the last state on the screen."""

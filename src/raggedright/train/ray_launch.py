@@ -28,7 +28,7 @@ from raggedright.train.rank import LOGS_FOLDER
 from raggedright.train.ray_failures import FAILURES_FILE, FailureLog, failed_run
 from raggedright.train.ray_rank import run_on_ray
 from raggedright.train.ray_store import Keeper
-from raggedright.train.stop import STOP_FILE, ask_to_stop
+from raggedright.train.stop import ask_to_stop
 from raggedright.train.world import TrainError, group_timeout, loopback
 
 RAY_FOLDER = "ray"
@@ -49,7 +49,6 @@ def launch_on_ray(config: Config) -> None:
     except StoreError as error:
         raise TrainError(f"parallel.launcher is ray: {error}") from None
     finally:
-        (config.out / STOP_FILE).unlink(missing_ok=True)
         if keeper is not None:
             keeper.close()
         if not was_joined:

@@ -63,7 +63,7 @@ def train_round(setup: Setup, round: int, sessions: list[tuple[str, int]], clock
     config, world = setup.config, setup.world
     with clock("store"):
         sealed = seal_round(setup.store, world, round=round, sessions=sessions)
-    _check_any(sealed)
+    check_any(sealed)
     scores = sealed.scores(config.rollout.on_failure)
     with clock("plan"):
         plan = make_plan(sealed.rows, config.layout(round))
@@ -84,12 +84,18 @@ def train_round(setup: Setup, round: int, sessions: list[tuple[str, int]], clock
     return RoundResult(sealed, plan, ledger, advantages.advantages, metrics, clock.seconds)
 
 
-def _check_any(sealed: SealedRound) -> None:
+def check_any(sealed: SealedRound) -> None:
+    """A TrainError where there is nothing to learn from."""
     if len(sealed.failed) == len(sealed.sessions):
         (prompt, session), cause = next(iter(sealed.failed.items()))
         raise TrainError(
             f"round {sealed.round}: all {len(sealed.sessions):,} sessions failed, so there is nothing to learn from; "
             f"the first, {prompt}/{session}: {cause}"
+        )
+    if not sealed.rows.loss_tokens.any():
+        raise TrainError(
+            f"round {sealed.round}: none of its {len(sealed.rows):,} rows has a token that was generated, so there is "
+            "nothing to learn from; is an `await` missing before generate()?"
         )
 
 

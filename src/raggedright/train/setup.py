@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.load import load_agent
-from raggedright.agents.prompts import Tasks, load_tasks
+from raggedright.agents.prompts import Tasks
 from raggedright.agents.runner import RolloutSettings, Runner
 from raggedright.agents.vision import Vision
 from raggedright.config.schema import Config
@@ -34,6 +34,7 @@ from raggedright.train.eyes import load_vision
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.optimizer import Learner
 from raggedright.train.passes import computing
+from raggedright.train.prompts import load_prompts
 from raggedright.train.world import World
 
 ROWS_FILE = "rows.db"
@@ -73,8 +74,7 @@ def set_up(config: Config, world: World) -> Setup:
     """Make everything; every rank makes the same, but for its share of a sharded model."""
     tokenizer = load_tokenizer(config.model)
     agent = load_agent(config.agent.name, config.agent.options)
-    tasks = load_tasks(config.prompts.source, seed=config.seed)
-    eval_tasks = load_tasks(config.prompts.eval_source or config.prompts.source, seed=config.seed + 1)
+    tasks, eval_tasks = load_prompts(config)
     actor = load_actor(config.model, tokenizer, seed=config.seed)
     vision = load_vision(config.model, tokenizer, actor)
     reference = None

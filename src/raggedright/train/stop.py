@@ -20,6 +20,10 @@ def ask_to_stop(folder: Path) -> None:
     """For a launcher: the first Ctrl-C is passed on to the ranks, the second ends all."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     (folder / STOP_FILE).touch()
+    _say_ending()
+
+
+def _say_ending() -> None:
     print("\nending the run; Ctrl-C again ends it at once", file=sys.stderr, flush=True)
 
 
@@ -50,6 +54,8 @@ class Stop:
         if self.requested:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if number == signal.SIGINT:  # of a terminal: this process is the launcher, too
+            _say_ending()
         self._request()
 
     def _request(self) -> None:

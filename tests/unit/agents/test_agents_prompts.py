@@ -88,10 +88,11 @@ def test_a_file_that_is_no_parquet_is_told(tmp_path: Path):
 
 def test_more_tasks_than_there_are_is_told_with_the_remedy(tmp_path: Path):
     tasks = load_tasks(write(tmp_path / "t.jsonl", DATA), seed=0)
-    with pytest.raises(
-        ConfigError, match=r"6 different tasks are wanted at once and .* has 5; lower train\.batch_size"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.batch_size is 6 and .* has 5 tasks; lower it, or add tasks"):
         tasks.of_round(1, 6)
+    with pytest.raises(ConfigError, match=r"eval\.prompts is 64 and .* has 5 tasks"):
+        tasks.check_enough(64, "eval.prompts")
+    tasks.check_enough(5, "eval.prompts")
 
 
 def test_a_function_makes_endless_tasks():
@@ -119,7 +120,7 @@ def test_a_source_that_is_wrong_is_told(source, message):
 
 
 def test_a_function_that_returns_no_mapping_is_told():
-    with pytest.raises(ConfigError, match=r"wrong\(4, 9\) returned a list; it takes a mapping"):
+    with pytest.raises(ConfigError, match=r"wrong\(4, 9\) returned a list; a task is a mapping"):
         load_tasks("unit.agents.made_up_tasks:wrong", seed=9).of_round(2, 2)
 
 

@@ -222,3 +222,13 @@ def test_a_tokenizer_without_a_template_is_told():
         session.trajectory([USER])
 
     assert "the tokenizer has no chat template; give text or token ids" in causes(run_one(agent)[0])["p", 0, 0]
+
+
+def test_text_that_a_made_tokenizer_does_not_know_fails_the_session():
+    async def greets(task, session):
+        session.trajectory("Hello")
+        return 1.0
+
+    cause = causes(run(greets, [(task, 0) for task in tasks_of("a")]))["a", 0, 0]
+    assert "the tokenizer has no tokens for all of 'Hello'" in cause
+    assert "a made model knows its model.symbols alone" in cause

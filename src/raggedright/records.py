@@ -33,16 +33,17 @@ COUNTS = FIELDS[1:-1]
 REQUIRED = FIELDS[:-2]
 
 
-def parse_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[str, object]]:
-    """Each line's place and what its JSON says; blank lines are passed over."""
+def parse_lines(lines: Iterable[str | bytes], *, noun: str = "row") -> Iterator[tuple[str, object]]:
+    """Each line's place and what its JSON says, a row or another noun; blank lines are passed over."""
     for i, line in enumerate(lines, start=1):
         try:
             text = (line if isinstance(line, str) else line.decode()).removeprefix("\ufeff" if i == 1 else "").strip()
             record = json.loads(text) if text else None
         except UnicodeDecodeError:
-            raise RowsError(f"line {i}: not UTF-8 text; rows are JSON, one object a line") from None
+            raise RowsError(f"line {i}: not UTF-8 text; {noun}s are JSON, one object a line") from None
         except (ValueError, RecursionError) as error:
-            raise RowsError(f"line {i}: not JSON ({error}); one line is one row, an object") from None
+            said = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise RowsError(f"line {i}: not JSON ({said}); one line is one {noun}, an object") from None
         if text:
             yield f"line {i}", record
 

@@ -8,7 +8,6 @@ The surprise: a round that spans two epochs must not have a task twice, so tasks
 back a little in the second one's order.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -19,7 +18,8 @@ import numpy as np
 from raggedright.agents.named import find_named
 from raggedright.agents.session import Task
 from raggedright.arrays import Ints
-from raggedright.errors import ConfigError
+from raggedright.errors import ConfigError, RowsError
+from raggedright.records import parse_lines
 from raggedright.store.checks import is_text
 
 Make = Callable[[int, int], Mapping[str, object]]
@@ -132,19 +132,11 @@ def _after(taken: Ints, order: Ints, num_first: int) -> Ints:
 
 def _jsonl(source: str) -> Iterator[tuple[str, object]]:
     with open(source, "rb") as lines:
-        for i, line in enumerate(lines, start=1):
-            where = f"{source}, line {i}"
-            try:
-                text = line.decode("utf-8-sig" if i == 1 else "utf-8").strip()
-                if text:
-                    yield where, json.loads(text)
-            except UnicodeDecodeError:
-                raise ConfigError(f"{where}: not UTF-8 text; tasks are JSON, one object a line") from None
-            except json.JSONDecodeError as error:
-                said = f"{error.msg} at column {error.colno}"
-                raise ConfigError(f"{where}: not JSON ({said}); one line is one task, an object") from None
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not JSON ({error}); one line is one task, an object") from None
+        try:
+            for where, record in parse_lines(lines, noun="task"):
+                yield f"{source}, {where}", record
+        except RowsError as error:
+            raise ConfigError(f"{source}, {error}") from None
 
 
 def _parquet(source: str) -> Iterator[tuple[str, object]]:

@@ -183,6 +183,16 @@ def test_a_layout_that_asks_for_too_much_is_not_planned(tmp_path, layout):
     assert "Its plan is too large to draw." in page.text
 
 
+def test_sessions_that_a_resumed_run_re_used_are_counted(tmp_path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for round, reused in ((1, 0), (2, 180)):
+            log.write(
+                "round", round=round, metrics={}, ledger={"sessions": {"trained": 360}, "reused_sessions": reused}
+            )
+    page, _ = page_of(tmp_path)
+    assert "180 sessions were found in the store when the run went on, and re-used." in page.text
+
+
 def test_a_plan_that_cannot_be_made_again_says_why(tmp_path):
     row = {"prompt": ["a"], "session": [0], "trajectory": [0], "prompt_tokens": [9], "response_tokens": [9]}
     layout = {"dp_size": 1, "batch_size": 1, "mini_batch_size": 1, "micro_batch_tokens": 4}

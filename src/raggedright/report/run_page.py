@@ -84,6 +84,7 @@ def render_report(events: RunEvents) -> str:
         num_sessions=sum(sessions.values()),
         num_rows=sum(rows.values()),
         num_padding=sum(each.padding_rows or 0 for each in events.rounds),
+        num_reused=sum(each.reused_sessions for each in events.rounds),
         failures=[
             (number, visible(f.prompt, 40), f.session, visible(f.cause, MOST_CAUSE))
             for number, f in failures[-MOST_FAILURES:]

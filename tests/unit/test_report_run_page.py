@@ -88,7 +88,11 @@ def test_the_page_says_what_was_run_and_what_came_of_it(run):
 
 @pytest.mark.parametrize(
     ("ledger", "trained"),
-    [({"rows": {"skipped (no loss tokens)": 10}}, "0"), ({"rows": {"trained": 7, "dropped (over_long)": 3}}, "7"), ({}, "10")],
+    [
+        ({"rows": {"skipped (no loss tokens)": 10}}, "0"),
+        ({"rows": {"trained": 7, "dropped (over_long)": 3}}, "7"),
+        ({}, "10"),
+    ],
 )
 def test_rows_trained_are_the_ledgers_and_without_a_ledger_all(tmp_path, ledger, trained):
     with EventLog(tmp_path / "events.jsonl") as log:

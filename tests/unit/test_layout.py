@@ -1,10 +1,9 @@
-from dataclasses import replace
-from typing import get_args
+from dataclasses import fields, replace
+from typing import Literal, get_args, get_origin
 
 import pytest
 
-from raggedright import ConfigError, Layout
-from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
+from raggedright import ConfigError, Layout, Plan, Rows, make_plan
 
 GOOD = Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8, critic_mini_batch_size=9)
 AT_LEAST_ONE = (
@@ -22,11 +21,28 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = ("cost_linear", "cost_quadratic", "seed")
 OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
-CHOICES = {
-    "align": get_args(Align),
-    "collate": get_args(Collate),
-    "over_long": get_args(OverLong),
-    "loss_agg": get_args(LossAgg),
+CHOICES = {field.name: get_args(field.type) for field in fields(Layout) if get_origin(field.type) is Literal}
+# For each setting two values that plan the same rows in two ways, and what else has to be set for that.
+TWO_WAYS: dict[str, tuple[object, object, dict[str, object]]] = {
+    "dp_size": (2, 3, {}),
+    "batch_size": (6, 4, {}),
+    "mini_batch_size": (2, 3, {}),
+    "rollout_n": (2, 3, {"align": "lcm"}),
+    "critic_mini_batch_size": (3, 2, {}),
+    "actor_trains": (True, False, {}),
+    "epochs": (1, 2, {}),
+    "align": ("steps", "lcm", {}),
+    "loss_agg": ("token-mean", "session-mean", {}),
+    "loss_norm_tokens": (10, 20, {"loss_agg": "seq-mean-token-sum-norm"}),
+    "micro_batch_tokens": (60, 90, {"micro_batch_rows": None}),
+    "micro_batch_rows": (2, 3, {}),
+    "collate": ("packed", "padded", {"micro_batch_rows": None, "micro_batch_tokens": 60}),
+    "micro_batch_multiple": (1, 2, {}),
+    "min_row_tokens": (2, 40, {"micro_batch_rows": None, "micro_batch_tokens": 60}),
+    "over_long": ("alone", "drop", {"micro_batch_rows": None, "micro_batch_tokens": 40}),
+    "cost_linear": (1, 100, {}),
+    "cost_quadratic": (0, 1, {"cost_linear": 1}),
+    "seed": (0, 1, {}),
 }
 
 
@@ -125,3 +141,31 @@ def test_the_budget_is_8192_tokens_unless_something_else_is_said() -> None:
     by_rows = Layout(dp_size=1, batch_size=1, mini_batch_size=1, micro_batch_rows=3)
     assert (by_rows.micro_batch_tokens, by_rows.micro_batch_rows, by_rows.capacity) == (None, 3, 3)
     assert (bare.cost_linear, bare.cost_quadratic) == (47_000, 1)
+
+
+def cuts_of(plan: Plan) -> list:
+    """All that a plan decides, without the layout's own values, which its digest has too."""
+    return [
+        plan.dropped.tolist(),
+        *(
+            (role, s.epoch, s.dp_size, s.num_slots, s.skipped, s.row.tolist(), s.weight.tolist(), s.bounds.tolist())
+            for role, steps in plan.roles.items()
+            for s in steps
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Layout)])
+def test_every_setting_changes_a_plan(name: str) -> None:
+    rows = Rows.from_columns(
+        prompt=[f"p{i % 6}" for i in range(36)],
+        session=[i // 6 % 3 for i in range(36)],
+        trajectory=[i // 18 for i in range(36)],
+        prompt_tokens=[1 + i % 4 for i in range(36)],
+        response_tokens=[1 + i * i * 7 % 53 for i in range(36)],
+    )
+    base = Layout(dp_size=2, batch_size=6, mini_batch_size=2, rollout_n=3, critic_mini_batch_size=3, micro_batch_rows=3)
+    *values, others = TWO_WAYS[name]
+    one, other = (replace(base, **{**others, name: value}) for value in values)  # type: ignore[arg-type]
+    assert cuts_of(make_plan(rows, one)) == cuts_of(make_plan(rows, replace(one)))
+    assert cuts_of(make_plan(rows, one)) != cuts_of(make_plan(rows, other))

@@ -10,9 +10,9 @@ from typing import get_args
 
 from raggedright.advantages import Estimator
 from raggedright.ledger import State
+from raggedright.loss_names import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
 from raggedright.plan.plan import Role
-from raggedright.tensors.losses import KlEstimator, PolicyLoss
 
 HEAD = """\
 # The library

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from raggedright.check import run
 from raggedright.check.cases import Case, choices, covering_cases
 from raggedright.check.models import BUILTIN, load_model
+from raggedright.check.reference import reference_step
 from raggedright.check.run import batch_of, load_case, run_case
 from raggedright.tensors.losses import TokenWeights
 
@@ -88,6 +89,26 @@ def test_metrics_over_padding_are_caught(monkeypatch):
     result = run_case(Case())
     assert result.rel_error < 1e-10
     assert not result.passed
+
+
+def test_a_metric_without_a_plain_reference_is_told(monkeypatch):
+    right = run.entropy_loss
+
+    def more(entropy, weights):
+        sums = right(entropy, weights)
+        return sums._replace(metrics={**sums.metrics, "actor/new": sums.loss.detach()})
+
+    monkeypatch.setattr(run, "entropy_loss", more)
+    with pytest.raises(AssertionError, match="actor/new: of the plan alone"):
+        run_case(Case())
+
+
+@pytest.mark.parametrize("unknown", [{"loss": "new"}, {"loss_agg": "new"}, {"kl": "new"}])
+def test_a_loss_without_a_plain_reference_is_told(unknown):
+    case = Case()
+    model, made_up = load_case(case)
+    with pytest.raises(KeyError, match="new"):
+        reference_step(model, made_up, [0, 1], replace(case, **unknown))
 
 
 def test_a_balance_loss_from_the_fractions_of_each_micro_batch_is_caught(monkeypatch):

@@ -20,7 +20,7 @@ from raggedright.check.cases import Case
 from raggedright.check.made_up import make_up
 from raggedright.check.models import DTYPES, load_model
 from raggedright.check.reference import MadeUp
-from raggedright.check.run import batch_of, relative_drift, relative_error, role_of, run_rank, run_reference
+from raggedright.check.run import batch_of, largest_drift, relative_error, role_of, run_rank, run_reference
 from raggedright.plan.cut import Step
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.parallel import shard, sum_gradients, sum_metrics
@@ -158,8 +158,7 @@ def _compare(job: Job, batch: TensorBatch, step: Step, sums: dict) -> Iterator[O
     model, made_up = _load(job)
     expected, expected_metrics = run_reference(model, made_up, batch, step, job.case)
     for mode, (gradient, metrics) in sums.items():
-        drift = max(relative_drift(metrics[name], value) for name, value in expected_metrics.items())
-        yield Outcome(job, mode, relative_error(gradient, expected), drift)
+        yield Outcome(job, mode, relative_error(gradient, expected), largest_drift(metrics, expected_metrics))
 
 
 def _positions(step: Step, dp_rank: int) -> list[np.ndarray]:

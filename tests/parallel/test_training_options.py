@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from parallel.whole_runs import EXPERTS, distance, rollouts_of, train_one, weights_of, write_run
+from raggedright.advantages import Estimator
+from raggedright.loss_names import PolicyLoss
 from raggedright.train.world import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -69,8 +72,8 @@ def test_mixed_precision_keeps_master_weights_in_their_type(tmp_path: Path):
     assert abs(rounds_of(run)[0]["metrics"]["rollout_corr/kl"]) < 0.05
 
 
-@pytest.mark.parametrize("advantages", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
-@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "reinforce"])
+@pytest.mark.parametrize("advantages", get_args(Estimator))
+@pytest.mark.parametrize("policy_loss", get_args(PolicyLoss))
 def test_every_estimator_trains_with_every_loss(tmp_path: Path, advantages: str, policy_loss: str):
     run = trained(tmp_path / "run", {"algorithm": {"advantages": advantages, "policy_loss": policy_loss}})
     (event,) = rounds_of(run)

@@ -2,20 +2,14 @@
 
 from itertools import product
 from random import Random
+from typing import get_args
 
 from hypothesis import strategies as st
 
 from raggedright import Layout, Plan, Rows, make_plan
-from raggedright.plan.layout import LossAgg, OverLong
+from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
 
-LOSS_AGGS: tuple[LossAgg, ...] = (
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "session-mean",
-    "prompt-mean",
-)
+LOSS_AGGS: tuple[LossAgg, ...] = get_args(LossAgg)
 Counts = tuple[int, int, int]  # prompt, response and loss tokens of a row
 Sessions = list[list[list[Counts]]]  # by prompt, session, trajectory
 
@@ -82,12 +76,12 @@ def batches(draw: st.DrawFn) -> Rows:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, rows: Rows, align: str | None = None) -> Layout:
+def layouts(draw: st.DrawFn, rows: Rows, align: Align | None = None) -> Layout:
     """Any layout that fits these rows; sizes stay small under lcm, where padding grows with them."""
-    align = align or draw(st.sampled_from(["steps", "lcm"]))
-    sizes = [1, 2, 3, 4] if align == "lcm" else [1, 2, 5, 11, 30]
+    chosen: Align = align or draw(st.sampled_from(get_args(Align)))
+    sizes = [1, 2, 3, 4] if chosen == "lcm" else [1, 2, 5, 11, 30]
     critic = draw(st.sampled_from([None, None, *sizes]))
-    over_long: OverLong = draw(st.sampled_from(("error", "alone", "drop")))
+    over_long: OverLong = draw(st.sampled_from(get_args(OverLong)))
     min_row_tokens = draw(st.sampled_from([2, 2, 8, 64]))
     rule, budget = draw(st.sampled_from(["micro_batch_tokens", "micro_batch_rows"])), draw(st.integers(1, 9))
     if rule == "micro_batch_tokens":
@@ -103,12 +97,12 @@ def layouts(draw: st.DrawFn, rows: Rows, align: str | None = None) -> Layout:
         critic_mini_batch_size=critic,
         actor_trains=critic is None or draw(st.booleans()),
         epochs=draw(st.sampled_from([1, 1, 2, 3])),
-        align="lcm" if align == "lcm" else "steps",
+        align=chosen,
         loss_agg=draw(st.sampled_from(LOSS_AGGS)),
         loss_norm_tokens=draw(st.integers(1, 5_000)),
         micro_batch_tokens=budget if rule == "micro_batch_tokens" else None,
         micro_batch_rows=budget if rule == "micro_batch_rows" else None,
-        collate=draw(st.sampled_from(["packed", "padded"])),
+        collate=draw(st.sampled_from(get_args(Collate))),
         micro_batch_multiple=draw(st.sampled_from([1, 1, 2, 4])),
         min_row_tokens=min_row_tokens,
         over_long=over_long,
@@ -119,7 +113,7 @@ def layouts(draw: st.DrawFn, rows: Rows, align: str | None = None) -> Layout:
 
 
 @st.composite
-def plans(draw: st.DrawFn, align: str | None = None) -> Plan:
+def plans(draw: st.DrawFn, align: Align | None = None) -> Plan:
     rows = draw(batches())
     return make_plan(rows, draw(layouts(rows, align)))
 
@@ -140,7 +134,7 @@ ODD_BATCHES: dict[str, Sessions] = {
 
 def odd_layouts() -> list[Layout]:
     """Every align, collation, rule and role over a few rank counts, for the odd batches."""
-    grid = product(("steps", "lcm"), ("packed", "padded"), (True, False), (1, 8, 64), (None, 1))
+    grid = product(get_args(Align), get_args(Collate), (True, False), (1, 8, 64), (None, 1))
     return [
         Layout(
             dp_size=dp_size,
@@ -148,8 +142,8 @@ def odd_layouts() -> list[Layout]:
             mini_batch_size=2,
             rollout_n=4,
             critic_mini_batch_size=critic,
-            align="lcm" if align == "lcm" else "steps",
-            collate="packed" if collate == "packed" else "padded",
+            align=align,
+            collate=collate,
             micro_batch_tokens=1_000 if by_tokens else None,
             micro_batch_rows=None if by_tokens else 3,
             micro_batch_multiple=1 + i % 2,

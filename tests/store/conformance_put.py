@@ -1,12 +1,12 @@
 """What every store does: what is put, listed and got. See conformance.py."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from raggedright.store.protocol import Key, NewSession, Store, StoreError
+from raggedright.store.protocol import Key, NewRow, NewSession, RowEntry, Store, StoreError
 from store.values import VALUES, bare, key, row, same, tokens
 
 Open = Callable[[], Store]
@@ -38,6 +38,23 @@ def test_a_listing_has_counts_tags_and_field_names(store: Store) -> None:
     assert same(dict(second.tags), tags)
     assert second.field_names == {"input_ids", "response_mask", "rollout_log_probs"}
     assert (dict(first.tags), first.is_padding) == ({}, False)
+
+
+def test_every_number_of_a_row_is_listed_as_it_was_put(store: Store) -> None:
+    """Whatever numbers a row has: a store that leaves one out, or swaps two, is found."""
+    types = {each.name: each.type for each in fields(NewRow) if each.name in RowEntry._fields and each.name != "tags"}
+    assert {"prompt_tokens", "response_tokens", "loss_tokens", "is_padding"} <= types.keys()
+    put = {}
+    for i in range(4):  # falling from name to name: no row has more loss tokens than response tokens
+        falling = {name: 100 * (len(types) - n) + i for n, name in enumerate(types)}
+        numbers = {name: bool(i % 2) if types[name] is bool else falling[name] for name in types}
+        put[row(key("p", i // 2), i % 2)] = replace(bare(), **numbers)  # type: ignore[arg-type]
+    for session in range(2):
+        store.put(key("p", session), [put[row(key("p", session), i)] for i in range(2)])
+    listed = {each.key: each for entry in store.list() for each in entry.rows}
+    assert listed.keys() == put.keys()
+    for each, new in put.items():
+        assert same([getattr(listed[each], name) for name in types], [getattr(new, name) for name in types])
 
 
 def test_a_listing_is_in_the_order_of_keys_whatever_the_order_of_puts(store: Store) -> None:

@@ -1,8 +1,9 @@
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Literal, get_args, get_origin
 
 import pytest
 
-from raggedright import ConfigError, Layout
+from raggedright import ConfigError, Layout, Plan, Rows, make_plan
 
 GOOD = Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8, critic_mini_batch_size=9)
 AT_LEAST_ONE = (
@@ -20,11 +21,28 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = ("cost_linear", "cost_quadratic", "seed")
 OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
-CHOICES = {
-    "align": ("steps", "lcm"),
-    "collate": ("packed", "padded"),
-    "over_long": ("error", "alone", "drop"),
-    "loss_agg": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "session-mean", "prompt-mean"),
+CHOICES = {field.name: get_args(field.type) for field in fields(Layout) if get_origin(field.type) is Literal}
+# For each setting two values that plan the same rows in two ways, and what else has to be set for that.
+TWO_WAYS: dict[str, tuple[object, object, dict[str, object]]] = {
+    "dp_size": (2, 3, {}),
+    "batch_size": (6, 4, {}),
+    "mini_batch_size": (2, 3, {}),
+    "rollout_n": (2, 3, {"align": "lcm"}),
+    "critic_mini_batch_size": (3, 2, {}),
+    "actor_trains": (True, False, {}),
+    "epochs": (1, 2, {}),
+    "align": ("steps", "lcm", {}),
+    "loss_agg": ("token-mean", "session-mean", {}),
+    "loss_norm_tokens": (10, 20, {"loss_agg": "seq-mean-token-sum-norm"}),
+    "micro_batch_tokens": (60, 90, {"micro_batch_rows": None}),
+    "micro_batch_rows": (2, 3, {}),
+    "collate": ("packed", "padded", {"micro_batch_rows": None, "micro_batch_tokens": 60}),
+    "micro_batch_multiple": (1, 2, {}),
+    "min_row_tokens": (2, 40, {"micro_batch_rows": None, "micro_batch_tokens": 60}),
+    "over_long": ("alone", "drop", {"micro_batch_rows": None, "micro_batch_tokens": 40}),
+    "cost_linear": (1, 100, {}),
+    "cost_quadratic": (0, 1, {"cost_linear": 1}),
+    "seed": (0, 1, {}),
 }
 
 
@@ -75,7 +93,7 @@ def test_an_unknown_choice_is_named_with_those_there_are(name: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_taken(name: str) -> None:
     for choice in CHOICES[name]:
-        assert getattr(replace(GOOD, **{name: choice}), name) == choice  # type: ignore[arg-type]
+        assert getattr(replace(GOOD, loss_norm_tokens=1, **{name: choice}), name) == choice  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["no", 0, None])
@@ -123,3 +141,31 @@ def test_the_budget_is_8192_tokens_unless_something_else_is_said() -> None:
     by_rows = Layout(dp_size=1, batch_size=1, mini_batch_size=1, micro_batch_rows=3)
     assert (by_rows.micro_batch_tokens, by_rows.micro_batch_rows, by_rows.capacity) == (None, 3, 3)
     assert (bare.cost_linear, bare.cost_quadratic) == (47_000, 1)
+
+
+def cuts_of(plan: Plan) -> list:
+    """All that a plan decides, without the layout's own values, which its digest has too."""
+    return [
+        plan.dropped.tolist(),
+        *(
+            (role, s.epoch, s.dp_size, s.num_slots, s.skipped, s.row.tolist(), s.weight.tolist(), s.bounds.tolist())
+            for role, steps in plan.roles.items()
+            for s in steps
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Layout)])
+def test_every_setting_changes_a_plan(name: str) -> None:
+    rows = Rows.from_columns(
+        prompt=[f"p{i % 6}" for i in range(36)],
+        session=[i // 6 % 3 for i in range(36)],
+        trajectory=[i // 18 for i in range(36)],
+        prompt_tokens=[1 + i % 4 for i in range(36)],
+        response_tokens=[1 + i * i * 7 % 53 for i in range(36)],
+    )
+    base = Layout(dp_size=2, batch_size=6, mini_batch_size=2, rollout_n=3, critic_mini_batch_size=3, micro_batch_rows=3)
+    *values, others = TWO_WAYS[name]
+    one, other = (replace(base, **{**others, name: value}) for value in values)  # type: ignore[arg-type]
+    assert cuts_of(make_plan(rows, one)) == cuts_of(make_plan(rows, replace(one)))
+    assert cuts_of(make_plan(rows, one)) != cuts_of(make_plan(rows, other))

@@ -1,6 +1,7 @@
 """Padding, cuts and the order of rows change no loss, metric or gradient: the claim itself, then peers' faults."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raggedright import Rows, token_weights
+from raggedright.loss_names import KlEstimator, PolicyLoss
 from raggedright.plan.layout import LossAgg
 from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, policy_loss
 from unit.loss_batch import LEARNED, LOSS_AGGS, NAMES, all_losses, make_batch, run, total_loss, weights_from
@@ -16,7 +18,8 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("loss_agg", LOSS_AGGS)
-@pytest.mark.parametrize(("kind", "kl"), [("ppo", "k1"), ("gspo", "k3"), ("reinforce", "k2")])
+@pytest.mark.parametrize("kind", get_args(PolicyLoss))
+@pytest.mark.parametrize("kl", get_args(KlEstimator))
 def test_cuts_order_and_padding_change_neither_losses_nor_metrics_nor_gradients(loss_agg, kind, kl):
     losses, metrics, gradients = run(make_batch(rubbish=False), [list(range(8))], loss_agg, kind=kind, kl=kl)
     cuts = [[13, 8], [7, 2, 9], [0], [10, 11, 12], [5, 1, 6, 4], [3]]
@@ -31,12 +34,12 @@ def test_cuts_order_and_padding_change_neither_losses_nor_metrics_nor_gradients(
 
 
 @pytest.mark.parametrize("rubbish", [-120.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "reinforce"])
+@pytest.mark.parametrize("kind", get_args(PolicyLoss))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_padding_alone_gives_zero_loss_with_a_graph_and_zero_gradients(rubbish, kind, dtype):
     weights = weights_from([torch.zeros(2), torch.zeros(1)], loss=[0.0, 0.0], mean=[0.0, 0.0])
     flat = {name: torch.full((3,), rubbish, dtype=dtype, requires_grad=name in LEARNED) for name in NAMES}
-    for kl in ("k1", "k2", "k3"):
+    for kl in get_args(KlEstimator):
         sums = all_losses(flat, weights, kind=kind, kl=kl)
         assert all(part.loss.requires_grad and part.loss.item() == 0 for part in sums)
         assert all(value.item() == 0 for part in sums for value in part.metrics.values())

@@ -11,8 +11,9 @@ import pytest
 
 from raggedright.cli import report as command
 from raggedright.report.event_fields import EventsError
-from raggedright.report.events import EventLog
+from raggedright.report.events import EventLog, read_events
 from raggedright.report.run_events import SampledSession, SampledTrajectory, Samples
+from raggedright.report.run_numbers import headline
 from raggedright.report.run_page import write_report
 from raggedright.report.run_samples import shade, shown_samples
 from raggedright.report.visible import visible
@@ -83,6 +84,21 @@ def test_the_page_says_what_was_run_and_what_came_of_it(run):
     ):  # fmt: skip
         assert words in page.text, words
     assert re.search(r"Score\s*0\.07 →\s*0\.9\d", page.text)
+
+
+@pytest.mark.parametrize(
+    ("ledger", "trained"),
+    [
+        ({"rows": {"skipped (no loss tokens)": 10}}, "0"),
+        ({"rows": {"trained": 7, "dropped (over_long)": 3}}, "7"),
+        ({}, "10"),
+    ],
+)
+def test_rows_trained_are_the_ledgers_and_without_a_ledger_all(tmp_path, ledger, trained):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("round", round=1, rows=10, ledger=ledger)
+    (stat,) = [stat for stat in headline(read_events(tmp_path / "events.jsonl")) if stat.label == "Rows trained"]
+    assert stat.value == trained
 
 
 def test_the_page_has_every_section(run):

@@ -122,8 +122,15 @@ def test_token_mean_of_unequal_micro_batches_is_over_all_tokens(loss_agg: LossAg
     (step,) = make_plan(rows, layout).steps("actor")
     objective = {0: 100 * 2.0, 1: 900 * 0.5}
     total = sum(weight * objective[i] for i, weight in zip(step.row.tolist(), step.weight.tolist(), strict=True))
-    expected = {"token-mean": 0.65, "seq-mean-token-sum": 325.0, "seq-mean-token-sum-norm": 0.325}.get(loss_agg, 1.25)
-    assert total == pytest.approx(expected, rel=1e-15)
+    expected: dict[LossAgg, float] = {
+        "token-mean": 0.65,
+        "seq-mean-token-mean": 1.25,
+        "seq-mean-token-sum": 325.0,
+        "seq-mean-token-sum-norm": 0.325,
+        "session-mean": 1.25,
+        "prompt-mean": 1.25,
+    }
+    assert total == pytest.approx(expected[loss_agg], rel=1e-15)
 
 
 @pytest.mark.parametrize("loss_agg", LOSS_AGGS)

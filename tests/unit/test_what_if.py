@@ -3,7 +3,8 @@
 import pytest
 
 from raggedright import Layout, Rows
-from raggedright.plan.what_if import WhatIf, compare_rules
+from raggedright.plan import what_if
+from raggedright.plan.what_if import RULES, WhatIf, compare_rules
 
 
 def ragged(num_rows: int, num_sessions: int, sessions_a_prompt: int) -> Rows:
@@ -43,8 +44,13 @@ def test_padding_at_the_end_leaves_steps_without_a_row():
 
 def test_ours_are_no_less_level_than_theirs():
     rules = compare(micro_batch_tokens=400)
-    for theirs in ("drop the remainder", "copy rows", "pad at the end"):
+    for theirs in RULES:
         assert rules["align steps"].imbalance.slot < rules[theirs].imbalance.slot
+
+
+def test_lost_and_copied_rows_are_counted_of_any_rule(monkeypatch):
+    monkeypatch.setattr(what_if, "RULES", {"first row thrice": lambda row, *_: row[[0, 0, 0]]})
+    assert (compare()["first row thrice"].lost_rows, compare()["first row thrice"].copied_rows) == (360, 2)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from raggedright import Rows, Scores, session_advantages, token_weights
+from raggedright.loss_names import KlEstimator
 from raggedright.plan.layout import LossAgg
 from raggedright.tensors.gae import gae, whiten
-from raggedright.tensors.losses import KlEstimator, TokenWeights, entropy_loss, kl_loss, policy_loss, value_loss
+from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.off_policy import off_policy_metrics
 
 # The whole name: this folder is called verl too, and is found first where verl is not installed.

@@ -10,8 +10,8 @@ from itertools import combinations, product
 from random import Random
 from typing import Literal, get_args
 
+from raggedright.loss_names import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg
-from raggedright.tensors.losses import KlEstimator, PolicyLoss
 
 _BASE = Layout(dp_size=1, batch_size=6, mini_batch_size=3, critic_mini_batch_size=2, rollout_n=3)
 CUTS: Mapping[str, Layout] = {

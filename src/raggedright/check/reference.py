@@ -4,7 +4,8 @@ It shares nothing with the plan, the collation, the weights or the losses that i
 padding, no weights fixed beforehand. Slow and obvious on purpose. Only the hooks that replay experts are the same.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def reference_step(
     model: nn.Module, made_up: MadeUp, positions: Sequence[int], case: Case
 ) -> tuple[Tensor, dict[str, float]]:
     """Objective of a step over these rows, and its metrics."""
-    losses: dict[int, Tensor] = {}
+    losses: dict[str, dict[int, Tensor]] = {}
     metrics: dict[str, list[Tensor]] = {}
     routed: list[tuple[list[Tensor], object]] = []
     routers = None if case.experts == "natural" else find_routers(model)
@@ -70,19 +71,21 @@ def reference_step(
         if mask.sum() == 0:
             continue
         tokens = _loss_tokens(row, mask)
-        loss, row_metrics = _row_losses(outputs[mask.bool()], entropy[mask.bool()], tokens, case)
-        losses[i] = loss
+        row_losses, row_metrics = _row_losses(outputs[mask.bool()], entropy[mask.bool()], tokens, case)
+        for name, loss in row_losses.items():
+            losses.setdefault(name, {})[i] = loss
         for name, value in row_metrics.items():
             metrics.setdefault(name, []).append(value.detach())
-    objective = _aggregate(losses, made_up.rows, case.loss_agg)
+    sums = {name: _aggregate(of_row, made_up.rows, case.loss_agg) for name, of_row in losses.items()}
+    objective = sums["objective"]
     if routers and case.experts == "balanced":
         balance = torch.stack(
             [_balance(routed, layer, routers.num_experts) for layer in range(routers.num_layers)]
         ).mean()
         objective = objective + BALANCE_COEF * balance
-        metrics["actor/balance_loss"] = [balance.detach()[None]]
+        sums["actor/balance_loss"] = balance
     return objective, {
-        "objective": objective.item(),
+        **{name: value.item() for name, value in {**sums, "objective": objective}.items()},
         **{name: torch.cat(values).mean().item() for name, values in metrics.items()},
     }
 
@@ -108,24 +111,42 @@ def _balance(routed: Sequence[tuple[list[Tensor], object]], layer: int, num_expe
 
 
 def reference_batch(made_up: MadeUp) -> dict[str, float]:
-    """Metrics of the whole batch: means over rows, each row counted once."""
-    ppl, log_ppl_diff, kl = [], [], []
+    """Metrics of the whole batch: means over rows or loss tokens, each counted once."""
+    values: dict[str, list[Tensor]] = {}
     for row in made_up.fields:
         mask = row["response_mask"]
         assert isinstance(mask, Tensor)
         if mask.sum() > 0:
             tokens = _loss_tokens(row, mask)
-            old, rollout = tokens["old_log_probs"], tokens["rollout_log_probs"]
-            ppl.append(torch.exp(-old.mean()))
-            log_ppl_diff.append(rollout.mean() - old.mean())
-            kl.append(rollout - old)
-    lengths = made_up.rows.response_tokens.tolist()
-    return {
-        "rollout_corr/training_ppl": torch.stack(ppl).mean().item(),
-        "rollout_corr/log_ppl_diff": torch.stack(log_ppl_diff).mean().item(),
-        "rollout_corr/kl": torch.cat(kl).mean().item(),
-        "response_length/mean": sum(lengths) / len(lengths),
+            for name, value in _off_policy(tokens["old_log_probs"].double(), tokens["rollout_log_probs"].double()):
+                values.setdefault(f"rollout_corr/{name}", []).append(value.reshape(-1))
+    rows = made_up.rows
+    sessions = Counter(zip(rows.prompt.tolist(), rows.session.tolist(), strict=True))
+    counts = {
+        "prompt_length": rows.prompt_tokens.tolist(),
+        "response_length": rows.response_tokens.tolist(),
+        "rows_per_session": list(sessions.values()),
     }
+    metrics = {name: torch.cat(parts).mean().item() for name, parts in values.items()}
+    for name, each in counts.items():
+        metrics |= {f"{name}/mean": sum(each) / len(each), f"{name}/max": max(each), f"{name}/min": min(each)}
+    return metrics
+
+
+def _off_policy(old: Tensor, rollout: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Of one row's loss tokens: what is by token, then what is by row."""
+    ratio = torch.exp(old - rollout)
+    yield "kl", rollout - old
+    yield "k3_kl", ratio - 1 - (old - rollout)
+    yield "chi2_token", ratio**2 - 1
+    yield "chi2_seq", ratio.prod() ** 2 - 1
+    yield "training_log_ppl", -old.mean()
+    yield "training_ppl", torch.exp(-old.mean())
+    yield "rollout_log_ppl", -rollout.mean()
+    yield "rollout_ppl", torch.exp(-rollout.mean())
+    yield "log_ppl_diff", rollout.mean() - old.mean()
+    yield "log_ppl_abs_diff", (rollout.mean() - old.mean()).abs()
+    yield "ppl_ratio", torch.exp(-old.mean()) / torch.exp(-rollout.mean())
 
 
 def _loss_tokens(row: TokenFields, mask: Tensor) -> dict[str, Tensor]:
@@ -136,36 +157,43 @@ def _loss_tokens(row: TokenFields, mask: Tensor) -> dict[str, Tensor]:
 
 def _row_losses(
     outputs: Tensor, entropy: Tensor, row: dict[str, Tensor], case: Case
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token losses of one row's loss tokens, and the per-token metrics."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Per-token losses of one row's loss tokens, the objective and its parts; and what has a mean over tokens."""
     if case.critic:
         old, returns = row["values"], row["returns"]
         clipped = torch.maximum(torch.minimum(outputs, old + VALUE_CLIP), old - VALUE_CLIP)
         plain, bounded = (outputs - returns) ** 2, (clipped - returns) ** 2
-        return torch.maximum(plain, bounded) / 2, {"critic/vf_clipfrac": (bounded > plain).double()}
+        loss = torch.maximum(plain, bounded) / 2
+        metrics = {"critic/vf_clipfrac": (bounded > plain).double(), "critic/vpred_mean": outputs}
+        return {"objective": loss, "critic/vf_loss": loss}, metrics
     old, advantage = row["old_log_probs"], row["advantages"]
     log_ratio = outputs - old
     metrics = {"actor/ppo_kl": -log_ratio, "actor/entropy": entropy}
-    if case.loss == "reinforce":
-        loss = -advantage * outputs
-    else:
-        if case.loss == "gspo":
-            log_ratio = outputs - outputs.detach() + log_ratio.mean().detach()
-        ratio = log_ratio.exp()
-        plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        loss = torch.maximum(plain, bounded)
-        metrics["actor/pg_clipfrac"] = (bounded > plain).double()
-    difference = outputs - row["ref_log_probs"]
-    kl = {
-        "none": torch.zeros_like(difference),
-        "k1": difference,
-        "k2": difference**2 / 2,
-        "k3": torch.exp(-difference) - 1 + difference,
-    }[case.kl]
-    loss = loss + KL_COEF * kl
+    match case.loss:
+        case "reinforce":
+            policy = -advantage * outputs
+        case "ppo" | "gspo":
+            if case.loss == "gspo":
+                log_ratio = outputs - outputs.detach() + log_ratio.mean().detach()
+            ratio = log_ratio.exp()
+            plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            policy = torch.maximum(plain, bounded)
+            metrics["actor/pg_clipfrac"] = (bounded > plain).double()
+            metrics["actor/pg_clipfrac_lower"] = torch.zeros_like(policy)  # there is no dual clip
+        case _:
+            raise KeyError(case.loss)
+    losses = {"objective": policy, "actor/pg_loss": policy, "actor/entropy_loss": entropy}
+    if case.kl != "none":
+        difference = outputs - row["ref_log_probs"]
+        losses["actor/kl_loss"] = {
+            "k1": difference,
+            "k2": difference**2 / 2,
+            "k3": torch.exp(-difference) - 1 + difference,
+        }[case.kl]
+        losses["objective"] = losses["objective"] + KL_COEF * losses["actor/kl_loss"]
     if case.entropy:
-        loss = loss - ENTROPY_COEF * entropy
-    return loss, metrics
+        losses["objective"] = losses["objective"] - ENTROPY_COEF * entropy
+    return losses, metrics
 
 
 def _aggregate(losses: dict[int, Tensor], rows: Rows, loss_agg: str) -> Tensor:

@@ -75,9 +75,8 @@ def run_case(case: Case) -> Result:
         gradient, metrics = take_gradient(model), add_metrics(totals)
         expected, expected_metrics = run_reference(model, made_up, batch, step, case)
         errors.append(relative_error(gradient, expected))
-        drifts += [relative_drift(metrics[name], value) for name, value in expected_metrics.items()]
-    metrics = batch_metrics(batch)
-    drifts += [relative_drift(metrics[name], value) for name, value in reference_batch(made_up).items()]
+        drifts.append(largest_drift(metrics, expected_metrics))
+    drifts.append(largest_drift(batch_metrics(batch), reference_batch(made_up)))
     return Result(case, batch.plan.num_padding_rows, max(errors), max(drifts))
 
 
@@ -228,6 +227,8 @@ def relative_error(gradient: Mapping[str, Tensor], expected: Mapping[str, Tensor
     return (difference / total) ** 0.5 if total else difference**0.5
 
 
-def relative_drift(value: Tensor | float, expected: float) -> float:
-    """Difference over the expected value, absolute where that is below one."""
-    return abs(float(value) - expected) / max(1.0, abs(expected))
+def largest_drift(metrics: Mapping[str, Tensor | float], expected: Mapping[str, float]) -> float:
+    """Difference over the expected value, absolute where that is below one: the largest of all metrics."""
+    unlike = metrics.keys() ^ expected.keys()
+    assert not unlike, f"{', '.join(sorted(unlike))}: of the plan alone, or of check/reference.py alone"
+    return max(abs(float(metrics[name]) - value) / max(1.0, abs(value)) for name, value in expected.items())

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from raggedright.advantages import Estimator
+from raggedright.loss_names import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
 
 Count = Annotated[int, Field(ge=1)]
@@ -146,7 +147,7 @@ class Algorithm(Section):
     """How scores become advantages; gae needs a critic."""
     std: bool = True
     """Divide grpo's advantages by the group's standard deviation."""
-    policy_loss: Literal["ppo", "gspo", "reinforce"] = "ppo"
+    policy_loss: PolicyLoss = "ppo"
     """The policy's objective."""
     clip_low: Fraction = 0.2
     """Ratios are clipped from below at 1 - clip_low."""
@@ -171,7 +172,7 @@ class Reference(Section):
     """Where KL(policy || reference) counts."""
     coef: NotNegative = 0.001
     """Its weight."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: KlEstimator = "k3"
     """Its estimate, per token."""
 
 

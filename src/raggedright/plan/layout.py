@@ -4,7 +4,8 @@ Invariants: a layout that exists is valid, and equal layouts with equal rows giv
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
 from raggedright.errors import ConfigError
 
@@ -22,8 +23,6 @@ LossAgg = Literal[
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where neither tokens nor rows are given
 
-_CHOICES = {"align": Align, "collate": Collate, "over_long": OverLong, "loss_agg": LossAgg}
-_OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
 _LEAST = {"cost_linear": 0, "cost_quadratic": 0, "seed": 0, "min_row_tokens": 2}  # the others take 1 or more
 
 
@@ -65,18 +64,18 @@ class Layout:
         if self.micro_batch_tokens is None and self.micro_batch_rows is None:
             object.__setattr__(self, "micro_batch_tokens", DEFAULT_TOKENS)
         for field in fields(self):
-            self._check(field.name, getattr(self, field.name))
+            self._check(field.name, field.type, getattr(self, field.name))
         self._check_together()
 
-    def _check(self, name: str, value: object) -> None:
-        """One setting on its own."""
-        if name in _CHOICES:
-            if value not in get_args(_CHOICES[name]):
-                raise ConfigError(f"{name} is {value!r}; it takes one of {', '.join(get_args(_CHOICES[name]))}")
-        elif name == "actor_trains":
+    def _check(self, name: str, type_: object, value: object) -> None:
+        """One setting on its own, by its annotation: a choice, a truth value, or a whole number."""
+        if get_origin(type_) is Literal:
+            if value not in get_args(type_):
+                raise ConfigError(f"{name} is {value!r}; it takes one of {', '.join(get_args(type_))}")
+        elif type_ is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; it takes True or False")
-        elif not (value is None and name in _OPTIONAL):
+        elif not (value is None and NoneType in get_args(type_)):
             least = _LEAST.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least {least}")

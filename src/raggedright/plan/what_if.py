@@ -10,6 +10,7 @@ which they arrived, into mini-batches and ranks:
 Micro-batches are cut by our own packer in all of them, so what differs is the alignment alone.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,38 +42,50 @@ def compare_rules(rows: Rows, layout: Layout) -> list[WhatIf]:
     """Each rule's outcome; ours first."""
     layout = replace(layout, epochs=1)
     ours = [make_plan(rows, replace(layout, align=align)) for align in ("steps", "lcm")]
-    return [
-        *map(_ours, ours),
-        *(_theirs(rule, ours[1]) for rule in ("drop the remainder", "copy rows", "pad at the end")),
-    ]
+    return [*map(_ours, ours), *(_theirs(rule, ours[1]) for rule in RULES)]
+
+
+def _drop_remainder(row: Ints, multiple: int, _first_padding: int) -> Ints:
+    return row[: len(row) - len(row) % multiple]
+
+
+def _copy_rows(row: Ints, multiple: int, _first_padding: int) -> Ints:
+    return np.append(row, np.resize(row, -len(row) % multiple)) if len(row) else row
+
+
+def _pad_at_end(row: Ints, multiple: int, first_padding: int) -> Ints:
+    return np.append(row, first_padding + np.arange(-len(row) % multiple))
+
+
+# What a rule makes of the rows in their order, the multiple, and the first of the numbers that stand for padding rows.
+RULES: Mapping[str, Callable[[Ints, int, int], Ints]] = {
+    "drop the remainder": _drop_remainder,
+    "copy rows": _copy_rows,
+    "pad at the end": _pad_at_end,
+}
 
 
 def _ours(plan: Plan) -> WhatIf:
-    steps = plan.steps(plan.trained_roles[0])
-    return _outcome(f"align {plan.layout.align}", steps, plan, lost=0, copied=0)
+    return _outcome(f"align {plan.layout.align}", plan.steps(plan.trained_roles[0]), plan)
 
 
 def _theirs(rule: str, lcm_plan: Plan) -> WhatIf:
     """What a rule does with the rows that our lcm plan has; it gets the same multiple and mini-batches."""
-    layout, num_rows = lcm_plan.layout, len(lcm_plan.rows)
-    multiple = lcm_multiple(layout)
+    layout = lcm_plan.layout
     mini_batch_size = layout.mini_batch_size if layout.actor_trains else layout.critic_mini_batch_size
     assert mini_batch_size is not None
-    row = np.setdiff1d(np.flatnonzero(~lcm_plan.rows.is_padding), lcm_plan.dropped)
-    lost, missing = len(row) % multiple, -len(row) % multiple
-    if rule == "drop the remainder":
-        aligned = row[: len(row) - lost]
-    elif rule == "copy rows":
-        aligned = np.append(row, np.resize(row, missing)) if len(row) else row
-    else:
-        aligned = np.append(row, num_rows + np.arange(missing))
+    aligned = RULES[rule](_planned(lcm_plan), lcm_multiple(layout), len(lcm_plan.rows))
     rows_per_step = mini_batch_size * layout.rollout_n
     steps = [
         _cut_in_order(aligned[start : start + rows_per_step], lcm_plan)
         for start in range(0, len(aligned), rows_per_step)
     ]
-    copied = missing if rule == "copy rows" and len(row) else 0
-    return _outcome(rule, steps, lcm_plan, lost=lost if rule == "drop the remainder" else 0, copied=copied)
+    return _outcome(rule, steps, lcm_plan)
+
+
+def _planned(plan: Plan) -> Ints:
+    """The rows that are to be trained."""
+    return np.setdiff1d(np.flatnonzero(~plan.rows.is_padding), plan.dropped)
 
 
 def _cut_in_order(row: Ints, plan: Plan) -> Step:
@@ -81,15 +94,17 @@ def _cut_in_order(row: Ints, plan: Plan) -> Step:
     return cut_by_rank(ranks, plan.lengths, plan.layout, epoch=0, first_padding=None)
 
 
-def _outcome(rule: str, steps: list[Step] | tuple[Step, ...], plan: Plan, *, lost: int, copied: int) -> WhatIf:
+def _outcome(rule: str, steps: Sequence[Step], plan: Plan) -> WhatIf:
     num_rows = len(plan.rows)
-    padding = sum(int((step.row >= num_rows).sum()) for step in steps)
+    placed = np.concatenate([np.empty(0, dtype=np.int64), *(step.row for step in steps)])
+    padding = int((placed >= num_rows).sum())
+    times = np.bincount(placed, minlength=num_rows)[_planned(plan)]
     return WhatIf(
         rule=rule,
         padding_rows=padding,
         padding_tokens=padding * plan.layout.min_row_tokens,
-        lost_rows=lost,
-        copied_rows=copied,
+        lost_rows=int((times == 0).sum()),
+        copied_rows=int(np.maximum(times - 1, 0).sum()),
         steps=len(steps),
         fewest_rows=min((int((step.row < num_rows).sum()) for step in steps), default=0),
         imbalance=imbalance_of(steps, plan.lengths, plan.layout),

@@ -124,7 +124,8 @@ def headline(events: RunEvents) -> list[Stat]:
     sessions = sum(outcomes.values()) or _sum(rounds, lambda r: r.sessions)
     failed = sum(count for outcome, count in outcomes.items() if outcome.startswith("failed"))
     skipped = _sum(rounds, lambda r: r.skipped_steps)
-    trained = row_outcomes(events).get("trained", rows)
+    of_rows = row_outcomes(events)
+    trained = of_rows["trained"] if of_rows else rows  # a run of another version may have no ledger
     return [
         *_rise("Score", events, SCORE),
         *_rise("Exact match", events, EXACT),

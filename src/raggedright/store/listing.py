@@ -23,19 +23,19 @@ class About(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Sessions with their numbers of rows; the rows of all; each row's layout by number; the layouts' field names."""
+    """Sessions with their numbers of rows; the rows of all; each row's set of field names by number; these sets."""
 
     sessions: list[tuple[tuple, State, str, float | None, int]]
     about: About
-    layouts: list[int]
+    set_of_row: list[int]
     field_names: list[list[str]]
 
 
 def listing_of(entries: Sequence[SessionEntry]) -> Listing:
     """Entries as columns."""
     rows = [row for entry in entries for row in entry.rows]
-    layouts: dict[frozenset[str], int] = {}
-    numbers = [layouts.setdefault(row.field_names, len(layouts)) for row in rows]
+    sets: dict[frozenset[str], int] = {}
+    set_of_row = [sets.setdefault(row.field_names, len(sets)) for row in rows]
     about = About(
         [row.prompt_tokens for row in rows],
         [row.response_tokens for row in rows],
@@ -46,18 +46,18 @@ def listing_of(entries: Sequence[SessionEntry]) -> Listing:
     sessions: list[tuple[tuple, State, str, float | None, int]] = [
         (tuple(e.key), e.state, e.cause, e.score, len(e.rows)) for e in entries
     ]
-    return Listing(sessions, about, numbers, [sorted(names) for names in layouts])
+    return Listing(sessions, about, set_of_row, [sorted(names) for names in sets])
 
 
 def entries_of(listing: Listing) -> list[SessionEntry]:
     """The entries that columns stand for."""
-    sessions, said, layouts, names = listing
+    sessions, said, set_of_row, sets = listing
     with no_collecting():
-        field_names, new = [frozenset(each) for each in names], tuple.__new__  # skips RowEntry()'s argument handling
+        field_names, new = [frozenset(each) for each in sets], tuple.__new__  # skips RowEntry()'s argument handling
         keys = [new(Key, (*key, i)) for key, _, _, _, num_rows in sessions for i in range(num_rows)]
         tags = json.loads(f"[{said.tags}]")
         counts = said.prompt_tokens, said.response_tokens, said.loss_tokens, said.is_padding
-        columns = zip(keys, *counts, tags, [field_names[layout] for layout in layouts], strict=True)
+        columns = zip(keys, *counts, tags, [field_names[number] for number in set_of_row], strict=True)
         rows = iter([new(RowEntry, row) for row in columns])
         return [
             SessionEntry(

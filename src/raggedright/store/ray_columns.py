@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raggedright.store.encoding import decode_field, encode_fields, type_name
 from raggedright.store.listing import About
 from raggedright.store.protocol import Fields, Key, NewRow, StoreError
-from raggedright.store.ray_round import Column, Layout
+from raggedright.store.ray_round import Column, RowColumns
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -58,10 +58,10 @@ def to_cells(key: Key, fields: Fields) -> dict[str, Cell]:
     return {name: cells[name] for name in fields}
 
 
-def kinds(shared: dict[tuple, Layout], cells: Mapping[str, Cell]) -> Layout:
-    """What a row's fields are, the same object for rows that are alike."""
-    layout = {name: cell.column for name, cell in cells.items()}
-    return shared.setdefault(tuple(layout.items()), layout)
+def share_columns(shared: dict[tuple, RowColumns], cells: Mapping[str, Cell]) -> RowColumns:
+    """The columns of a row's fields, not yet placed; the same object for rows that are alike."""
+    row_columns = {name: cell.column for name, cell in cells.items()}
+    return shared.setdefault(tuple(row_columns.items()), row_columns)
 
 
 def join(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
@@ -72,11 +72,11 @@ def join(rows: Sequence[Mapping[str, Cell]]) -> dict[str, object]:
     return {name: NonTensorStack(*column) for name, column in columns.items()}
 
 
-def in_columns(joined: Mapping[str, object], layout: Layout, num_rows: int) -> "TensorDict | None":
+def in_columns(joined: Mapping[str, object], row_columns: RowColumns, num_rows: int) -> "TensorDict | None":
     """The same by column; None if there are no fields."""
     from tensordict import TensorDict
 
-    return TensorDict({layout[name].name: each for name, each in joined.items()}, num_rows) if joined else None  # type: ignore[arg-type]
+    return TensorDict({row_columns[name].name: each for name, each in joined.items()}, num_rows) if joined else None  # type: ignore[arg-type]
 
 
 def split(
@@ -114,11 +114,11 @@ def tag(row: NewRow, tags: str, num_rows: int, columns: str) -> dict[str, object
     return {"is_padding": row.is_padding, "row": said, "columns": columns}
 
 
-def columns_json(layouts: Sequence[Layout]) -> list[str]:
+def columns_json(columns_of_rows: Sequence[RowColumns]) -> list[str]:
     """Where fields are, for a row's tag; the same text object for rows that are alike."""
-    known = {id(layout): layout for layout in layouts}
-    texts = {each: _json({name: column.name for name, column in layout.items()}) for each, layout in known.items()}
-    return [texts[id(layout)] for layout in layouts]
+    known = {id(each): each for each in columns_of_rows}
+    texts = {i: _json({name: column.name for name, column in each.items()}) for i, each in known.items()}
+    return [texts[id(each)] for each in columns_of_rows]
 
 
 def _json(value: object) -> str:

@@ -1,7 +1,7 @@
 """One round's sessions in a store on TransferQueue: where each field of each row is, and what a listing says of them.
 
 A column of TransferQueue has one field and kind for the whole round, and a row writes to a column once: a field of a
-second dtype or rank, and a repeated update, go to columns of their own. Rows that are alike share one layout object,
+second dtype or rank, and a repeated update, go to columns of their own. Rows that are alike share one dict of columns,
 so that rows cost little and are grouped by identity.
 
 The surprise: what a listing says of rows is kept in columns, as it is sent (`listing.py`).
@@ -25,14 +25,14 @@ class Column(NamedTuple):
     name: str = ""
 
 
-Layout = dict[str, Column]  # of a row's fields; shared by all rows that are alike
+RowColumns = dict[str, Column]  # of a row's fields; shared by all rows that are alike
 
 
 @dataclass(slots=True)
 class StoredRow:
     """Where a row's fields are, the write that made it, and the columns it ever wrote to."""
 
-    layout: Layout
+    columns: RowColumns
     write: int
     written: frozenset[str]
 
@@ -57,13 +57,13 @@ class StoredRound:
     last: dict[tuple[str, int], StoredSession] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     columns: dict[str, tuple[str, str]] = field(default_factory=dict)
-    layouts: dict[tuple, Layout] = field(default_factory=dict)  # one object for all rows that are alike
+    shared: dict[tuple, RowColumns] = field(default_factory=dict)  # one object for all rows that are alike
     in_queue: bool = False  # whether TransferQueue has anything of it
 
-    def place(self, layout: Layout, taken: frozenset[str], write: int) -> Layout:
+    def place(self, row_columns: RowColumns, taken: frozenset[str], write: int) -> RowColumns:
         """A field's column has its name if the kind is the first of the round and the row never wrote there."""
         placed = {}
-        for name, (type_, kind, _) in layout.items():
+        for name, (type_, kind, _) in row_columns.items():
             column = name
             if self.columns.setdefault(column, (name, kind)) != (name, kind):
                 column = f"{name}@{kind}"
@@ -72,22 +72,22 @@ class StoredRound:
             while self.columns.setdefault(column, (name, kind)) != (name, kind):
                 column += "@"
             placed[name] = Column(type_, kind, column)
-        return self.layouts.setdefault(tuple(placed.items()), placed)
+        return self.shared.setdefault(tuple(placed.items()), placed)
 
-    def merge(self, merged: dict[tuple[int, int], Layout], old: Layout, new: Layout) -> Layout:
-        """Both in one, the same object for the same two; the round keeps all layouts, so no id comes again."""
+    def merge(self, merged: dict[tuple[int, int], RowColumns], old: RowColumns, new: RowColumns) -> RowColumns:
+        """Both in one, the same object for the same two; the round keeps all of them, so no id comes again."""
         both = merged.get((id(old), id(new)))
         if both is None:
             whole = {**old, **new}
-            both = merged[id(old), id(new)] = self.layouts.setdefault(tuple(whole.items()), whole)
+            both = merged[id(old), id(new)] = self.shared.setdefault(tuple(whole.items()), whole)
         return both
 
-    def agree(self, types: Mapping[str, str], rows: Iterable[tuple[Key, Layout]]) -> dict[str, str]:
+    def agree(self, types: Mapping[str, str], rows: Iterable[tuple[Key, RowColumns]]) -> dict[str, str]:
         """Compare rows with the round's types and these; the types of the rows' fields."""
         known, names = {**self.types, **types}, set()
-        for key, layout in rows:
-            check_types(known, key, {name: column.type for name, column in layout.items()})
-            names |= layout.keys()
+        for key, row_columns in rows:
+            check_types(known, key, {name: column.type for name, column in row_columns.items()})
+            names |= row_columns.keys()
         return {name: known[name] for name in names & known.keys()}
 
     def show(self, session: StoredSession) -> None:
@@ -106,8 +106,8 @@ def listing(sessions: Iterable[StoredSession]) -> Listing:
     """What there is to say of these sessions, in the order of their keys."""
     found = sorted(sessions, key=lambda session: session.key)
     rows = [row for session in found for row in session.rows]
-    layouts = {id(row.layout): row.layout for row in rows}
-    numbers = {each: number for number, each in enumerate(layouts)}
+    shared = {id(row.columns): row.columns for row in rows}
+    numbers = {each: number for number, each in enumerate(shared)}
     about = [session.about for session in found]
     return Listing(
         [(tuple(each.key), each.state, each.cause, each.score, len(each.rows)) for each in found],
@@ -118,6 +118,6 @@ def listing(sessions: Iterable[StoredSession]) -> Listing:
             [*chain.from_iterable(each.is_padding for each in about)],
             ",".join([each.tags for each in about if each.tags]),
         ),
-        [numbers[id(row.layout)] for row in rows],
-        [[*layout] for layout in layouts.values()],
+        [numbers[id(row.columns)] for row in rows],
+        [[*row_columns] for row_columns in shared.values()],
     )

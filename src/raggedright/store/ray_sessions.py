@@ -28,7 +28,7 @@ from raggedright.store.checks import (
 )
 from raggedright.store.listing import About, Listing
 from raggedright.store.protocol import Key, SessionKey, State, StoreError
-from raggedright.store.ray_round import Column, Layout, StoredRound, StoredRow, StoredSession, listing
+from raggedright.store.ray_round import Column, RowColumns, StoredRound, StoredRow, StoredSession, listing
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Write:
     until: float
     types: dict[int, dict[str, str]]
     session: StoredSession | None = None
-    updates: dict[Key, Layout] = field(default_factory=dict)
+    updates: dict[Key, RowColumns] = field(default_factory=dict)
     given_up: bool = False
 
 
@@ -54,9 +54,9 @@ class Run:
         self.changed = asyncio.Event()
 
     def put(
-        self, key: SessionKey, state: State, cause: str, score: float | None, about: About, layouts: Sequence[Layout],
-        lease: float,
-    ) -> tuple[int, list[Layout]]:  # fmt: skip
+        self, key: SessionKey, state: State, cause: str, score: float | None, about: About,
+        columns: Sequence[RowColumns], lease: float,
+    ) -> tuple[int, list[RowColumns]]:  # fmt: skip
         """Begin a put; one without rows is done with this. The write's number, and the rows' columns."""
         self._check_round(key, key.round)
         round = self.rounds.setdefault(key.round, StoredRound())
@@ -64,11 +64,11 @@ class Run:
         check_can_become(key, before.state if before else None, state)
         if any(w.session and w.session.key == key and not w.given_up for w in self._alive()):
             raise StoreError(f"{key}: another writer is putting it; put a run of its own under the next attempt")
-        types = self._agree(key.round, ((Key(*key, i), layout) for i, layout in enumerate(layouts)))
+        types = self._agree(key.round, ((Key(*key, i), each) for i, each in enumerate(columns)))
         self.count += 1
-        alike = {id(layout): layout for layout in layouts}
-        shared = {each: round.place(layout, frozenset(), self.count) for each, layout in alike.items()}
-        placed = [shared[id(layout)] for layout in layouts]
+        alike = {id(each): each for each in columns}
+        shared = {i: round.place(each, frozenset(), self.count) for i, each in alike.items()}
+        placed = [shared[id(each)] for each in columns]
         written = {id(each): frozenset(column.name for column in each.values()) for each in shared.values()}
         rows = [StoredRow(each, self.count, written[id(each)]) for each in placed]
         write = Write(monotonic() + lease, {key.round: types}, StoredSession(key, state, cause, score, about, rows))
@@ -79,10 +79,10 @@ class Run:
         return self.count, placed
 
     def puts(
-        self, sessions: Sequence[tuple[SessionKey, State, str, float | None, About, Sequence[Layout]]], lease: float
-    ) -> list[tuple[int, list[Layout]]]:
+        self, sessions: Sequence[tuple[SessionKey, State, str, float | None, About, Sequence[RowColumns]]], lease: float
+    ) -> list[tuple[int, list[RowColumns]]]:
         """Begin several puts, in this order: all of them, or those that have rows not at all."""
-        begun: list[tuple[int, list[Layout]]] = []
+        begun: list[tuple[int, list[RowColumns]]] = []
         try:
             for session in sessions:
                 begun.append(self.put(*session, lease))
@@ -91,27 +91,29 @@ class Run:
             raise
         return begun
 
-    def update(self, values: Mapping[Key, Layout], lease: float) -> tuple[int, list[tuple[int, Layout, Layout]]]:
+    def update(
+        self, values: Mapping[Key, RowColumns], lease: float
+    ) -> tuple[int, list[tuple[int, RowColumns, RowColumns]]]:
         """Begin an update. Its number; of each row the write that made it, the new columns, and all its columns."""
         rows = [self._row(key) for key in values]
-        for (key, layout), row in zip(values.items(), rows, strict=True):
-            for name in layout.keys() & row.layout.keys():
-                check_replaced(key, name, row.layout[name].type, layout[name].type)
+        for (key, row_columns), row in zip(values.items(), rows, strict=True):
+            for name in row_columns.keys() & row.columns.keys():
+                check_replaced(key, name, row.columns[name].type, row_columns[name].type)
         rounds = sorted({key.round for key in values})
-        types = {n: self._agree(n, ((k, layout) for k, layout in values.items() if k.round == n)) for n in rounds}
+        types = {n: self._agree(n, ((k, new) for k, new in values.items() if k.round == n)) for n in rounds}
         self.count += 1
         write = Write(monotonic() + lease, types)
-        placed: dict[tuple[int, int, frozenset[str]], tuple[Layout, frozenset[str]]] = {}
-        merged: dict[int, dict[tuple[int, int], Layout]] = {n: {} for n in rounds}
+        placed: dict[tuple[int, int, frozenset[str]], tuple[RowColumns, frozenset[str]]] = {}
+        merged: dict[int, dict[tuple[int, int], RowColumns]] = {n: {} for n in rounds}
         answer = []
-        for (key, layout), row in zip(values.items(), rows, strict=True):
-            alike, round = (key.round, id(layout), row.written), self.rounds[key.round]
+        for (key, row_columns), row in zip(values.items(), rows, strict=True):
+            alike, round = (key.round, id(row_columns), row.written), self.rounds[key.round]
             if alike not in placed:
-                new = round.place(layout, row.written, self.count)
+                new = round.place(row_columns, row.written, self.count)
                 placed[alike] = new, row.written | {column.name for column in new.values()}
             new, row.written = placed[alike]
             write.updates[key] = new
-            answer.append((row.write, new, round.merge(merged[key.round], row.layout, new)))
+            answer.append((row.write, new, round.merge(merged[key.round], row.columns, new)))
         self.writes[self.count] = write
         return self.count, answer
 
@@ -131,10 +133,10 @@ class Run:
             self.rounds[number_].types.update(types)
         if write.session:
             self.rounds[write.session.key.round].show(write.session)
-        merged: dict[int, dict[tuple[int, int], Layout]] = {n: {} for n in write.types}
+        merged: dict[int, dict[tuple[int, int], RowColumns]] = {n: {} for n in write.types}
         for key, new in write.updates.items():
             row = self._row(key)
-            row.layout = self.rounds[key.round].merge(merged[key.round], row.layout, new)
+            row.columns = self.rounds[key.round].merge(merged[key.round], row.columns, new)
         del self.writes[number]
         self.changed.set()
         self.changed = asyncio.Event()
@@ -160,16 +162,16 @@ class Run:
         """The writes that made these rows; the numbers of their columns' lists; these lists."""
         writes, numbers = [], []
         lists: dict[tuple[Column, ...], int] = {}
-        by_layout: dict[int, int] = {}
+        by_columns: dict[int, int] = {}
         for key in keys:
             row = self._row(key)
-            number = by_layout.get(id(row.layout))
+            number = by_columns.get(id(row.columns))
             if number is None:
                 for name in fields:
-                    if name not in row.layout:
+                    if name not in row.columns:
                         raise field_missing(Key(*key), name)
-                columns = tuple([row.layout[name] for name in fields])
-                number = by_layout[id(row.layout)] = lists.setdefault(columns, len(lists))
+                columns = tuple([row.columns[name] for name in fields])
+                number = by_columns[id(row.columns)] = lists.setdefault(columns, len(lists))
             writes.append(row.write)
             numbers.append(number)
         return writes, numbers, [*lists]
@@ -180,7 +182,7 @@ class Run:
             self._check_round(f"round {round}", round)
 
     def listing(self, round: int | None, prompt: str | None, session: int | None, state: State | None) -> Listing:
-        """Sessions that match, in the order of their keys, and the field names of the layouts."""
+        """Sessions that match, in the order of their keys, and the field names of their rows."""
         rounds = self.rounds.values() if round is None else [self.rounds.get(round, StoredRound())]
         return listing(
             found
@@ -242,7 +244,7 @@ class Run:
             raise row_missing(Key(*key), found.state if found else None, self.watermark)
         return found.rows[key[4]]
 
-    def _agree(self, round: int, rows: Iterable[tuple[Key, Layout]]) -> dict[str, str]:
+    def _agree(self, round: int, rows: Iterable[tuple[Key, RowColumns]]) -> dict[str, str]:
         """The types of these rows' fields, which agree with the round's and with those of writes under way."""
         types: dict[str, str] = {}
         for write in self._alive():

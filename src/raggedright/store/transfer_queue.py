@@ -41,13 +41,13 @@ from raggedright.store.ray_columns import (
     columns_json,
     in_columns,
     join,
-    kinds,
     row_name,
+    share_columns,
     split,
     tag,
     to_cells,
 )
-from raggedright.store.ray_round import Column, Layout
+from raggedright.store.ray_round import Column, RowColumns
 from raggedright.store.ray_start import connect, disconnect
 
 __all__ = ["TransferQueueStore"]
@@ -136,8 +136,8 @@ class TransferQueueStore(Store):
         """Add fields to rows that are there, all of them or none."""
         values = {Key(*key): fields for key, fields in values.items()}
         cells = [to_cells(key, fields) for key, fields in values.items()]
-        shared: dict[tuple, Layout] = {}
-        new = {key: kinds(shared, c) for key, c in zip(values, cells, strict=True)}
+        shared: dict[tuple, RowColumns] = {}
+        new = {key: share_columns(shared, c) for key, c in zip(values, cells, strict=True)}
         write, placed = self._ask("update", new, self._lease(len(new), len(shared) * len({key.round for key in new})))
         rows = [(key, made_by) for key, (made_by, _, _) in zip(values, placed, strict=True)]
         tags = [{"columns": text} for text in columns_json([whole for _, _, whole in placed])]
@@ -171,24 +171,26 @@ class TransferQueueStore(Store):
         rows = [row for each in sessions for row in each.rows]
         keys = [Key(*each.key, i) for each in sessions for i in range(len(each.rows))]
         cells = [to_cells(key, row.fields) for key, row in zip(keys, rows, strict=True)]
-        shared: dict[tuple, Layout] = {}
-        layouts, begun, row_tags = iter([kinds(shared, each) for each in cells]), [], []
+        shared: dict[tuple, RowColumns] = {}
+        columns_of_rows, begun, row_tags = iter([share_columns(shared, each) for each in cells]), [], []
         for each in sessions:
             said, tags = about(each.rows)
             row_tags += tags
-            begun.append((each.key, each.state, each.cause, each.score, said, [*islice(layouts, len(each.rows))]))
+            begun.append(
+                (each.key, each.state, each.cause, each.score, said, [*islice(columns_of_rows, len(each.rows))])
+            )
         num_rounds = len({each.key.round for each in sessions})
         asked = self._send("puts", begun, self._lease(len(rows), len(shared) * num_rounds))
         at_once = len(shared) == num_rounds == 1 and len(rows) <= ROWS_A_CALL
         joined = join(cells) if at_once else None  # meanwhile
-        answers: list[tuple[int, list[Layout]]] = self._link.hear(asked, self._timeout)
+        answers: list[tuple[int, list[RowColumns]]] = self._link.hear(asked, self._timeout)
         if rows:
-            placed = [layout for _, layouts in answers for layout in layouts]
+            placed = [each for _, columns in answers for each in columns]
             counts = [len(each.rows) for each in sessions for _ in each.rows]
             all_of = zip(rows, row_tags, counts, columns_json(placed), strict=True)
             tags = [tag(row, own, num_rows, columns) for row, own, num_rows, columns in all_of]
-            made_by = [write for write, layouts in answers for _ in layouts]
-            writes = [write for write, layouts in answers if layouts]
+            made_by = [write for write, columns in answers for _ in columns]
+            writes = [write for write, columns in answers if columns]
             self._write(writes, [*zip(keys, made_by, strict=True)], cells, placed, tags, joined)
 
     def _lease(self, num_rows: int, num_groups: int) -> float:
@@ -200,7 +202,7 @@ class TransferQueueStore(Store):
         writes: Sequence[int],
         rows: Sequence[tuple[Key, int]],
         cells: Sequence[Mapping[str, Cell]],
-        layouts: Sequence[Layout],
+        columns_of_rows: Sequence[RowColumns],
         tags: Sequence[Mapping[str, object]],
         joined: Mapping[str, object] | None = None,
     ) -> None:
@@ -208,13 +210,13 @@ class TransferQueueStore(Store):
         import transfer_queue
 
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i, ((key, _), layout) in enumerate(zip(rows, layouts, strict=True)):
-            groups[key.round, id(layout)].append(i)
+        for i, ((key, _), row_columns) in enumerate(zip(rows, columns_of_rows, strict=True)):
+            groups[key.round, id(row_columns)].append(i)
         with self._giving_up(writes, ended=False):  # what was cut short may still arrive
             for (round, _), members in groups.items():
                 for part in _parts(members):
                     values = joined if joined is not None else join([cells[i] for i in part])
-                    fields = in_columns(values, layouts[part[0]], len(part))
+                    fields = in_columns(values, columns_of_rows[part[0]], len(part))
                     names = [row_name(*rows[i]) for i in part]
                     partition, new_tags = self._partition(round), [dict(tags[i]) for i in part]
                     call = transfer_queue.async_kv_batch_put(names, partition, fields, new_tags)

@@ -30,14 +30,22 @@ class Kind(StrEnum):
     @property
     def by_token(self) -> bool:
         """Whether one of the dims is the tokens'."""
-        return self in (Kind.PROMPT, Kind.RESPONSE, Kind.SEQUENCE, Kind.POSITIONS, Kind.ROUTING)
+        return self in _TOKENS
 
     @property
     def tokens(self) -> str:
         """Which tokens a kind by token has values for."""
-        return self if self in (Kind.PROMPT, Kind.RESPONSE) else "sequence"
+        return _TOKENS[self]
 
 
+_TOKENS: Mapping[Kind, str] = {
+    Kind.PROMPT: "prompt",
+    Kind.RESPONSE: "response",
+    Kind.SEQUENCE: "sequence",
+    Kind.POSITIONS: "sequence",
+    Kind.ROUTING: "sequence",
+}
+FIRST_OR_LAST = (Kind.RESPONSE, Kind.PROMPT, Kind.SEQUENCE)  # the shapes say which dim is the tokens'
 _NAMES: dict[Kind, str] = {
     Kind.PROMPT: "prompts",
     Kind.RESPONSE: "responses response_mask loss_mask rm_scores token_level_scores token_level_rewards "
@@ -66,8 +74,8 @@ def declared_kind(name: str, kind: str) -> Kind:
 def token_lengths(column: Column, kind: Kind) -> Ints:
     """How many tokens a field of a kind by token has in each row of the column."""
     rows = column.rows
-    lengths = {Kind.PROMPT: rows.prompt_tokens, Kind.RESPONSE: rows.response_tokens}.get(kind, rows.tokens)
-    return lengths[column.at]
+    lengths = {"prompt": rows.prompt_tokens, "response": rows.response_tokens, "sequence": rows.tokens}
+    return lengths[kind.tokens][column.at]
 
 
 def infer_kind(column: Column) -> Kind:
@@ -101,7 +109,7 @@ def _readings(column: Column) -> dict[Kind, Bools]:
     sizes = column.sizes
     same = sizes == sizes[:1]
     readings: dict[Kind, Bools] = {}
-    for kind in (Kind.RESPONSE, Kind.PROMPT, Kind.SEQUENCE) if sizes.shape[1] else ():
+    for kind in FIRST_OR_LAST if sizes.shape[1] else ():
         for dim in (0, -1):
             fits = (sizes[:, dim] == token_lengths(column, kind)) & np.delete(same, dim, axis=1).all(axis=1)
             if kind not in readings or fits.sum() > readings[kind].sum():

@@ -15,16 +15,14 @@ and k3 itself at 10 (a token that is 2.5 nats less likely than under the referen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raggedright.errors import ConfigError
-
-PolicyLoss = Literal["ppo", "gspo", "reinforce"]
-KlEstimator = Literal["k1", "k2", "k3"]
+from raggedright.loss_names import KlEstimator, PolicyLoss
 
 LOG_RATIO_LIMIT = 20.0
 GSPO_LOG_RATIO_LIMIT = 10.0

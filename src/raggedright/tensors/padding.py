@@ -96,7 +96,7 @@ def _tensor(field: Field, dtype: torch.dtype, token_id: int, num_tokens: int) ->
     """The neutral tensor of a field: by token as long as the padding row, else of the field's own shape."""
     if not field.kind.by_token:
         return torch.zeros(field.shape, dtype=dtype)
-    length = {Kind.PROMPT: 1, Kind.RESPONSE: num_tokens - 1}.get(field.kind, num_tokens)
+    length = {"prompt": 1, "response": num_tokens - 1, "sequence": num_tokens}[field.kind.tokens]
     shape = (length, *field.shape) if field.dim == 0 else (*field.shape, length)
     if field.kind is Kind.POSITIONS:
         return torch.arange(length).to(dtype).expand(shape).contiguous()

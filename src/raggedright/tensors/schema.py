@@ -27,7 +27,15 @@ from raggedright.tensors.column import (
     check_loss_mask,
     gather_columns,
 )
-from raggedright.tensors.kinds import LOSS_MASKS, WELL_KNOWN, Kind, declared_kind, infer_kind, token_lengths
+from raggedright.tensors.kinds import (
+    FIRST_OR_LAST,
+    LOSS_MASKS,
+    WELL_KNOWN,
+    Kind,
+    declared_kind,
+    infer_kind,
+    token_lengths,
+)
 
 __all__ = ["Field", "Fields", "Kind", "Schema", "infer_schema"]
 
@@ -125,7 +133,7 @@ def _token_field(column: Column, kind: Kind, old: Field | None) -> Field:
     dim = -1 if kind is Kind.POSITIONS else 0
     if old is not None:
         dim = old.dim
-    elif kind in (Kind.PROMPT, Kind.RESPONSE, Kind.SEQUENCE) and column.sizes.shape[1] > 1:
+    elif kind in FIRST_OR_LAST and column.sizes.shape[1] > 1:
         dim = max((0, -1), key=lambda dim: int((column.sizes[:, dim] == lengths).sum()))
     check_lengths(column, dim, lengths, kind.tokens)
     shape = tuple(np.delete(column.sizes[0], dim).tolist())

@@ -6,9 +6,10 @@ Names with `total` are summed by verl over the updates of a round, others are av
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from raggedright.advantages import Scores
-from raggedright.ledger import close_ledger
+from raggedright.ledger import State, close_ledger
 from raggedright.metrics import score_metrics
 from raggedright.plan.plan import Plan
 from raggedright.rows import Rows
@@ -35,8 +36,9 @@ def ledger_metrics(plan: Plan, failed: Mapping[tuple[str, int], str]) -> dict[st
     metrics["ledger/total/padding_tokens"] = float(ledger.num_padding_rows * plan.layout.min_row_tokens)
     for what, outcomes in (("rows", ledger.rows), ("sessions", ledger.sessions)):
         counts = Counter(outcome.state for outcome in outcomes.values())
-        for state in ("trained", "skipped", "failed") if what == "sessions" else ("trained", "skipped"):
-            metrics[f"ledger/total/{what}_{state}"] = float(counts[state])
+        for state in get_args(State):
+            if (what, state) != ("rows", "failed"):  # a session that failed has no rows
+                metrics[f"ledger/total/{what}_{state}"] = float(counts[state])
     for role in plan.trained_roles:
         metrics[f"ledger/total/{role}_steps"] = float(len(plan.steps(role)))
     return metrics

@@ -150,31 +150,31 @@ def _train(config: "Config") -> None:
         f"{config.rollout.n}, align {config.train.align}; starting",
         flush=True,
     )
-    began = time.perf_counter()
     try:
         launch(config)
     except BaseException:
         if (config.out / EVENTS_FILE).exists():  # what there is of the run has a report, and the error goes on
-            _finish(config.out, time.perf_counter() - began)
+            _finish(config.out)
         raise
-    if _finish(config.out, time.perf_counter() - began) == "interrupted":
+    if _finish(config.out) == "interrupted":
         raise KeyboardInterrupt
 
 
-def _finish(folder: Path, seconds: float) -> str:
+def _finish(folder: Path) -> str:
     """Write the report and say what there is; how the run ended."""
     from raggedright.report.events import read_events
     from raggedright.report.run_page import write_report
 
     events = read_events(folder / EVENTS_FILE)
-    print(_last_lines(folder, events, seconds))
+    print(_last_lines(folder, events))
     print(f"report: {write_report(folder)}", flush=True)
     return events.end.reason if events.end else "cut off"
 
 
-def _last_lines(folder: Path, events: "RunEvents", seconds: float) -> str:
+def _last_lines(folder: Path, events: "RunEvents") -> str:
     """How the run ended and what was kept."""
-    from raggedright.report.run_numbers import ends_of
+    from raggedright.report.axes import duration
+    from raggedright.report.run_numbers import ends_of, wall_seconds
 
     reason = events.end.reason if events.end else "cut off"
     scores = [round.metrics["critic/score/mean"] for round in events.rounds if "critic/score/mean" in round.metrics]
@@ -188,9 +188,8 @@ def _last_lines(folder: Path, events: "RunEvents", seconds: float) -> str:
     kept += f", the checkpoint of round {int(checkpoints[-1].name[6:])}" if checkpoints else ""
     kept += ", the model" if (folder / "model").is_dir() else ""
     again = "; the same command goes on" if reason in ("interrupted", "cut off") else ""
-    return (
-        f"{reason} after {counted(len(scores), 'round')} in {seconds:.0f} s: {score}\nkept in {folder}: {kept}{again}"
-    )
+    took = f"{counted(len(scores), 'round')} in {duration(wall_seconds(events))}"
+    return f"{reason} after {took}: {score}\nkept in {folder}: {kept}{again}"
 
 
 @contextmanager

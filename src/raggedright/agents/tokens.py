@@ -13,6 +13,7 @@ from functools import lru_cache
 from operator import index
 
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.values import SessionError
@@ -95,22 +96,28 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> list[int]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if (backend := _backend(tokenizer)) is None:
-        return tokenizer.encode(text, add_special_tokens=False)
-    try:
+    if (backend := _backend(tokenizer)) is not None:
         if len(text) <= _SHORT:
             return [*_encode_short(backend, backend.get_vocab_size(), text)]
-        return backend.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # the library raises nothing narrower
-        raise SessionError(
-            f"the tokenizer has no tokens for all of {text!r:.60} ({error}); a made model knows its model.symbols alone"
-        ) from None
+        return _encode_known(backend, text)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 @lru_cache(maxsize=4096)
 def _encode_short(backend: Tokenizer, _vocabulary: int, text: str) -> tuple[int, ...]:
     """The ids of a text that may come again: sessions of a prompt begin alike. Added tokens change the vocabulary."""
-    return tuple(backend.encode(text, add_special_tokens=False).ids)
+    return tuple(_encode_known(backend, text))
+
+
+def _encode_known(backend: Tokenizer, text: str) -> list[int]:
+    """The ids of a text; a vocabulary of whole symbols, as a made model has, must have all of them."""
+    ids, model = backend.encode(text, add_special_tokens=False).ids, backend.model
+    if isinstance(model, WordLevel) and backend.token_to_id(model.unk_token) in ids and model.unk_token not in text:
+        unknown = "".join(dict.fromkeys(c for c in text if backend.token_to_id(c) is None))
+        raise SessionError(
+            f"the tokenizer has no token for {unknown!r:.60}; a made model knows its model.symbols alone"
+        )
+    return ids
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:

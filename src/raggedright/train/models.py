@@ -43,11 +43,11 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
 
 def make_tokenizer(symbols: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each symbol, an end of text, a padding token, and special ones; no other text."""
+    """A tokenizer with a token for each symbol, an end of text, a padding token, and special ones."""
     names = [*symbols, EOS, PAD]
     if len(set(names)) < len(names):
         raise ConfigError(f"model.symbols is {symbols!r}: a symbol is in it twice")
-    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}))
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)

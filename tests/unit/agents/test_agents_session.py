@@ -231,4 +231,4 @@ def test_text_that_a_made_tokenizer_does_not_know_fails_the_session():
 
     cause = causes(run(greets, [(task, 0) for task in tasks_of("a")]))["a", 0, 0]
     assert "the tokenizer has no token for 'Helo'" in cause
-    assert "a made model knows model.symbols alone" in cause
+    assert "a made model knows its model.symbols alone" in cause

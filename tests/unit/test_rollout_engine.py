@@ -41,10 +41,17 @@ def _passes(model: nn.Module) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def test_requests_of_one_moment_share_their_passes() -> None:
-    requests = [_request(number, 3, ids=(1,) * (1 + number % 9)) for number in range(30)]
+    requests = [_request(number, 3, ids=(number,) * (1 + number % 9)) for number in range(30)]
     with _passes(MODEL) as seen:
         generate_all(LocalEngine(MODEL), requests)
     assert seen == [(30, 9, 9), (30, 1, 10), (30, 1, 11)]
+
+
+def test_a_context_that_several_requests_have_is_read_once() -> None:
+    requests = [_request(number, 3, ids=(1,) * (1 + number % 9)) for number in range(30)]
+    with _passes(MODEL) as seen:
+        generate_all(LocalEngine(MODEL), requests)
+    assert seen == [(9, 9, 9), (30, 1, 10), (30, 1, 11)]
 
 
 def test_a_finished_request_is_handed_out_at_once_and_its_agent_joins_again() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_eager_attention_in_float64_is_read_without_padding() -> None:
 def test_a_whole_wave_in_one_pass_is_exact_too() -> None:
     model = model_of("qwen3")
     requests = requests_of(200, longest=9, most=2)
+    for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
+        assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_with_one_context_are_exact_too(name: str) -> None:
+    model = model_of(name)
+    requests = [replace(request, noise=bytes([n, k])) for n, request in enumerate(requests_of(5)) for k in range(6)]
     for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
         assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-12)
 

@@ -184,7 +184,25 @@ class RowCache:
         return [layer for layer in self._cache.layers if isinstance(layer, _Layer) and layer.rooms]
 
     def prefill(self, rows: Sequence[NDArray[np.int64]], media: Sequence[Media | None]) -> Tensor:
-        """Read the rows' tokens, and the images of those that have some, in one pass; the logits after each."""
+        """Read the rows' tokens, and the images of those that have some, in one pass; the logits after each.
+
+        What several rows have word for word, as the sessions of a prompt do at first, is read once.
+        """
+        words = [i if media[i] else row.tobytes() for i, row in enumerate(rows)]
+        firsts: dict[object, int] = {}
+        for i, word in enumerate(words):
+            firsts.setdefault(word, i)
+        if len(firsts) == len(rows):
+            return self._read(rows, media)
+        logits = self._read([rows[i] for i in firsts.values()], [media[i] for i in firsts.values()])
+        number = {word: n for n, word in enumerate(firsts)}
+        which = [number[word] for word in words]
+        self.keep(which)
+        if (experts := self._forward.routed_experts) is not None:
+            self._forward.routed_experts = experts[which]
+        return logits[which]
+
+    def _read(self, rows: Sequence[NDArray[np.int64]], media: Sequence[Media | None]) -> Tensor:
         self.lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         columns = int(self.lengths.max())
         positions = np.arange(columns) - (columns - self.lengths)[:, None]
@@ -214,7 +232,7 @@ class RowCache:
         return self._forward(ids_t, positions_t, mask_t.long(), self._cache, seen)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, and the columns that none of them needs."""
+        """Drop all rows but these, and the columns that none of them needs; one that is named twice is there twice."""
         index = torch.tensor(rows, device=self._forward.device)
         self.lengths, self._shifts = self.lengths[rows], self._shifts[rows]
         columns = int(self.lengths.max())

@@ -15,9 +15,10 @@ from raggedright.check.models import BUILTIN, load_model
 from raggedright.check.reference import reference_step
 from raggedright.check.run import batch_of, load_case, run_case
 from raggedright.tensors.losses import TokenWeights
+from raggedright.tensors.tree import PrefixTree
 
 OPTIONS = choices(list(BUILTIN), [1, 2, 3, 4], ["float64", "float32"])
-WITH = {"with_critic": ["qwen3", "qwen3-moe"], "with_experts": ["qwen3-moe"]}
+WITH = {"with_critic": ["qwen3", "qwen3-moe"], "with_experts": ["qwen3-moe"], "with_trees": ["qwen3"]}
 CASES = list(dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, **WITH, seed=seed)))
 
 
@@ -41,7 +42,10 @@ def test_the_cases_cover_every_pair_of_choices_that_means_something():
                 for y in OPTIONS[b]:
                     nonsense = {(a, x), (b, y)} & {("loss", "value")} and {a, b} & {"kl", "entropy", "model", "experts"}
                     dense = (a, x) in (("model", "qwen3"), ("model", "qwen3-vl")) and b == "experts"
-                    assert (a, x, b, y) in pairs or nonsense or dense, (a, x, b, y)
+                    text = {a: x, b: y}.get("collate") == "tree"  # and nothing else
+                    more = text and ({a: x, b: y}.get("model", "qwen3"), {a: x, b: y}.get("experts", "natural"))
+                    no_tree = more not in (False, ("qwen3", "natural"))
+                    assert (a, x, b, y) in pairs or nonsense or dense or no_tree, (a, x, b, y)
 
 
 def _pairs(case: Case) -> set[tuple]:
@@ -54,6 +58,13 @@ def test_some_cases_have_much_padding_and_some_none():
     padding = {batch_of(case, made_up, model).plan.num_padding_rows for case, model, made_up in loaded}
     assert 0 in padding
     assert max(padding) >= 10
+
+
+def test_a_tree_whose_branches_see_each_other_is_caught(monkeypatch):
+    case = Case(collate="tree", cut="one")
+    assert run_case(case).passed
+    monkeypatch.setattr(PrefixTree, "sees", lambda tree: torch.ones(len(tree.ids), len(tree.ids)).bool().tril())
+    assert not run_case(case).passed
 
 
 def test_a_pack_whose_positions_run_on_is_caught(monkeypatch):

@@ -17,7 +17,7 @@ from raggedright.check.run import TOLERANCE
 pytestmark = pytest.mark.xdist_group("gloo")
 
 MODELS = ("qwen3", "qwen3-moe", "qwen3-vl")
-WITH = {"with_critic": ("qwen3", "qwen3-moe"), "with_experts": ("qwen3-moe",)}
+WITH = {"with_critic": ("qwen3", "qwen3-moe"), "with_experts": ("qwen3-moe",), "with_trees": ("qwen3",)}
 DP_SIZES, MORE_DP_SIZES = (2, 3), (2, 3, 4)
 NUM_ORDINARY = {2: 6, 3: 2}
 

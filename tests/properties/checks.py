@@ -91,7 +91,7 @@ def check_cap(plan: Plan) -> None:
                 if layout.micro_batch_rows is not None:
                     assert len(batch) <= layout.micro_batch_rows
                 elif layout.micro_batch_tokens is not None and not alone:
-                    tokens = sum(lengths) if layout.collate == "packed" else len(batch) * max(lengths, default=0)
+                    tokens = sum(lengths) if layout.collate != "padded" else len(batch) * max(lengths, default=0)
                     assert tokens <= layout.micro_batch_tokens
 
 

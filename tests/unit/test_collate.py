@@ -1,14 +1,21 @@
-"""Both layouts mean the same, the traps cannot be reached, and what does not fit is refused by name."""
+"""All layouts mean the same, the traps cannot be reached, and what does not fit is refused by name."""
+
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from raggedright import ConfigError, Layout, Rows, RowsError, make_plan
 from raggedright.check.made_up import make_up
 from raggedright.check.models import load_model
 from raggedright.check.reference import row_outputs
+from raggedright.plan.layout import Collate
 from raggedright.tensors import Collator, TensorBatch, forward_log_probs, image_filler, infer_schema
+from raggedright.tensors.packs import check_packs
+
+HOWS = get_args(Collate)
 
 
 def rows_of(*lengths: tuple[int, int]) -> Rows:
@@ -49,7 +56,20 @@ def test_a_rectangle_is_filled_up_on_the_right():
     assert micro.logit_index.tolist() == [1, 4, 5, 6]
 
 
-@pytest.mark.parametrize("how", ["packed", "padded"])
+def test_a_tree_has_what_rows_begin_with_once_and_no_row_its_last_token():
+    rows = rows_of((2, 2), (2, 3), (1, 1))
+    ids = [[5, 6, 7, 8], [5, 6, 7, 9, 4], [3, 6]]
+    fields = [{**row, "input_ids": torch.tensor(own)} for row, own in zip(fields_of(rows), ids, strict=True)]
+    micro = collate(Collator(how="tree", token_id=0), rows, fields)
+    assert micro.inputs["input_ids"].tolist() == [[3, 5, 6, 7, 9]]
+    assert micro.inputs["position_ids"].tolist() == [[0, 0, 1, 2, 3]]
+    sees = micro.inputs["attention_mask"][0, 0].int().tolist()
+    assert sees == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
+    assert micro.labels.tolist() == [7, 8, 7, 9, 4, 6]
+    assert micro.logit_index.tolist() == [2, 3, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_weights_follow_the_mask_and_fields_the_rows(how):
     rows = rows_of((2, 2), (1, 3))
     fields = fields_of(rows)
@@ -71,7 +91,7 @@ def test_a_short_row_is_extended_to_what_context_parallel_asks_for(how):
     assert micro.logit_index.tolist() == [0, 8, 9]
 
 
-@pytest.mark.parametrize("how", ["packed", "padded"])
+@pytest.mark.parametrize("how", HOWS)
 def test_a_micro_batch_without_rows_still_runs_and_teaches_nothing(how):
     rows = rows_of((1, 1)).take(np.array([], dtype=np.int64))
     micro = collate(Collator(how=how, token_id=0), rows, [], names=("advantages",))
@@ -83,11 +103,11 @@ def test_a_micro_batch_without_rows_still_runs_and_teaches_nothing(how):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "qwen3-vl"])
-def test_packed_and_padded_log_probs_equal_those_of_rows_alone(name):
+def test_log_probs_equal_those_of_rows_alone(name):
     model = load_model(name, "float64")
     made_up = make_up(model, torch.float64)
     vision = name == "qwen3-vl"
-    for how in ("packed", "padded"):
+    for how in HOWS if name == "qwen3" else ("packed", "padded"):
         filler = image_filler(model.config) if vision else None
         collator = Collator(how=how, token_id=0, mrope=vision, image_filler=filler)
         micro = collate(collator, made_up.rows, made_up.fields)
@@ -132,6 +152,35 @@ def test_rows_without_routed_experts_route_naturally_beside_rows_that_have_them(
         if how == "packed"
         else [[-1, -1], [-1, -1], [-1, -1], [0, 1], [1, 2], [2, 3]]
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"routed_experts": torch.zeros(3, 1, 2, dtype=torch.uint8)}, "row p0/0/0: has routed_experts"),
+        ({"multi_modal_inputs": {"pixel_values": torch.zeros(1, 2)}}, "row p0/0/0: has multi_modal_inputs"),
+        ({"position_ids": torch.arange(3).expand(3, -1)}, "row p0/0/0: position_ids have axes"),
+    ],
+)
+def test_rows_of_more_than_text_cannot_be_a_tree(more, match):
+    rows = rows_of((1, 2))
+    with pytest.raises(RowsError, match=match):
+        collate(Collator(how="tree", token_id=0), rows, [{**fields_of(rows)[0], **more}])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"attn_implementation": "eager"}, "the model's attention is eager"),
+        ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}, "sliding_attention"),
+    ],
+)
+def test_a_model_that_would_take_a_trees_mask_for_another_is_refused(change, match):
+    sizes = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads, **change))
+    with pytest.raises(ConfigError, match=f"collate is tree.*{match}"):
+        check_packs(model, Collator(how="tree", token_id=0))
 
 
 def test_padding_rows_are_found_behind_the_real_ones():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,6 +108,7 @@ def test_the_engine_records_the_experts_of_every_position_it_feeds_to_the_model(
     """Newcomers, rows that leave, contexts of any length beside each other: the same as for the row alone."""
     model = model_of("qwen3-moe")
     requests = requests_of(16)
+    requests += [replace(request, noise=bytes([n])) for n, request in enumerate(requests[:5])]
     engine = LocalEngine(model, max_batch_rows=max_batch_rows, routers=routers_of(model))
     for request, answer in zip(requests, generate_all(engine, requests), strict=True):
         expected = natural(model, [*request.ids, *answer.ids[:-1]])
@@ -287,7 +289,9 @@ def test_a_routing_of_another_model_is_refused() -> None:
 
 def test_a_family_that_lets_rows_of_a_pack_see_each_other_is_refused_and_trains_as_rectangles() -> None:
     packed, padded = (Collator(how=how, token_id=0) for how in ("packed", "padded"))
-    with pytest.raises(ConfigError, match=r"model type 'gpt_oss' does not keep.*set train.collate = 'padded'"):
+    with pytest.raises(
+        ConfigError, match=r"model type 'gpt_oss' does not keep its rows apart.*set train.collate = 'padded'"
+    ):
         check_packs(family("gpt_oss"), packed)
     check_packs(family("gpt_oss"), padded)
 

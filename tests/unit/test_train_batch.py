@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.whole_runs import IMAGES, write_run
+from parallel.whole_runs import EXPERTS, IMAGES, write_run
 from raggedright.config import load_config
+from raggedright.errors import ConfigError
 from raggedright.plan.plan import make_plan
 from raggedright.train.round import read_batch, run_sessions
 from raggedright.train.sealed import seal_round
@@ -37,3 +38,11 @@ def test_ranks_without_a_row_have_padding_rows_too(tmp_path: Path, changes: dict
         assert ("pixel_values" in micro.inputs) == bool(changes)
         assert bool(micro.weights.loss.any()) == (sum(micro.response_tokens) > 1)
     setup.close()
+
+
+@pytest.mark.parametrize(("changes", "match"), [(IMAGES, "has images"), (EXPERTS, "has experts.*or experts.replay")])
+def test_a_tree_of_more_than_text_is_refused_before_a_session_runs(tmp_path: Path, changes: dict, match: str):
+    tree: dict[str, dict[str, object]] = {"train": {"collate": "tree"}}
+    config = load_config(write_run(tmp_path / "run", changes, tree) / "config.toml")
+    with pytest.raises(ConfigError, match=f"train.collate is tree and the model {match}"):
+        set_up(config, World(0, 1, CPU))

@@ -68,25 +68,34 @@ def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> 
 
 
 def all_cases(
-    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Sequence[str] = ()
+    options: Mapping[str, Sequence],
+    *,
+    with_critic: Iterable[str],
+    with_experts: Sequence[str] = (),
+    with_trees: Sequence[str] = (),
 ) -> Iterator[Case]:
     """Every combination that means something."""
     seen = set()
-    options = _without_experts(options) if not with_experts else options
+    options = _possible(options, with_experts, with_trees)
     for values in product(*options.values()):
-        case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic, with_experts)
+        case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic, with_experts, with_trees)
         if case not in seen:
             seen.add(case)
             yield case
 
 
 def covering_cases(
-    options: Mapping[str, Sequence], *, with_critic: Iterable[str], with_experts: Sequence[str] = (), seed: int = 0
+    options: Mapping[str, Sequence],
+    *,
+    with_critic: Iterable[str],
+    with_experts: Sequence[str] = (),
+    with_trees: Sequence[str] = (),
+    seed: int = 0,
 ) -> list[Case]:
     """Few cases in which every pair of values of two fields occurs, if it can: greedy, the same for a seed."""
     random = Random(seed)
     with_critic = tuple(with_critic)
-    options = _without_experts(options) if not with_experts else options
+    options = _possible(options, with_experts, with_trees)
     missing = {((a, x), (b, y)) for a, b in combinations(options, 2) for x, y in product(options[a], options[b])}
     cases, idle = [], 0
     while missing and idle < 20:
@@ -94,7 +103,7 @@ def covering_cases(
         for _ in range(40):
             values = {name: random.choice(list(values)) for name, values in options.items()}
             wanted = random.choice(sorted(missing, key=repr))
-            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), with_critic, with_experts))
+            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), with_critic, with_experts, with_trees))
         best = max(candidates, key=lambda case: len(missing & _pairs(case, options)))
         gained = missing & _pairs(best, options)
         idle = 0 if gained else idle + 1
@@ -104,20 +113,29 @@ def covering_cases(
     return cases
 
 
-def _without_experts(options: Mapping[str, Sequence]) -> dict[str, Sequence]:
-    """The choices where no model has experts: pairs that never come would be looked for in vain."""
-    return {name: values[:1] if name == "experts" else values for name, values in options.items()}
+def _possible(
+    options: Mapping[str, Sequence], with_experts: Sequence[str], with_trees: Sequence[str]
+) -> dict[str, Sequence]:
+    """The choices that some model has: pairs that never come would be looked for in vain."""
+    possible = dict(options)
+    if not with_experts:
+        possible["experts"] = options["experts"][:1]
+    if not with_trees:
+        possible["collate"] = [how for how in options["collate"] if how != "tree"]
+    return possible
 
 
 def _pairs(case: Case, options: Mapping[str, Sequence]) -> set:
     return set(combinations([(name, getattr(case, name)) for name in options], 2))
 
 
-def _sensible(case: Case, with_critic: Iterable[str], with_experts: Sequence[str]) -> Case:
-    """A value loss has neither KL nor entropy, not every model can be made a critic, and critics route naturally."""
+def _sensible(case: Case, with_critic: Iterable[str], with_experts: Sequence[str], with_trees: Sequence[str]) -> Case:
+    """A value loss has neither KL nor entropy, critics route naturally, and not every model can be all things."""
     if case.critic or case.model not in with_experts:
         case = replace(case, experts="natural")
-    if not case.critic:
-        return case
-    model = case.model if case.model in with_critic else next(iter(with_critic), None)
-    return replace(case, kl="none", entropy=False, model=model) if model else replace(case, loss="ppo")
+    if case.critic:
+        model = case.model if case.model in with_critic else next(iter(with_critic), None)
+        case = replace(case, kl="none", entropy=False, model=model) if model else replace(case, loss="ppo")
+    if case.collate == "tree" and case.model not in with_trees:
+        case = replace(case, collate="packed")
+    return case

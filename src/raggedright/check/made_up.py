@@ -1,7 +1,7 @@
 """A made-up batch for a model: ragged sessions with tokens, masks, log-probs, advantages, and images in some rows.
 
 Invariants: the same for the same seed; every case that a cut can get wrong is in it: sessions without a row, rows
-without a loss token, observed tokens among generated ones, ratios on both sides of the clip.
+without a loss token, observed tokens among generated ones, rows that begin alike, ratios on both sides of the clip.
 """
 
 import numpy as np
@@ -27,12 +27,14 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
     vocab = min(size, 32, *placeholder_ids(config))
     records, fields = [], []
     for prompt in range(num_prompts):
+        earlier = torch.empty(0, dtype=torch.long)
         for session in range(int(rng.integers(2, 4))):
             for trajectory in range(int(rng.integers(0, 4))):
-                row = _row(rng, config, vocab, dtype)
-                mask = row["response_mask"]
+                row = _row(rng, config, vocab, dtype, earlier)
+                earlier, mask = row["input_ids"], row["response_mask"]
+                assert isinstance(earlier, Tensor)
                 assert isinstance(mask, Tensor)
-                total = len(row["input_ids"])  # pyright: ignore[reportArgumentType]
+                total = len(earlier)
                 records.append(
                     {
                         "prompt": f"p{prompt}",
@@ -73,9 +75,15 @@ def _record_experts(rng: np.random.Generator, model: nn.Module, rows: Rows, fiel
         row["routed_experts"][-int(rng.integers(1, 3)) :] = NOT_ROUTED
 
 
-def _row(rng: np.random.Generator, config: PretrainedConfig, vocab: int, dtype: torch.dtype) -> TokenFields:
+def _row(
+    rng: np.random.Generator, config: PretrainedConfig, vocab: int, dtype: torch.dtype, earlier: Tensor
+) -> TokenFields:
+    """A row that begins, for some tokens, as an earlier one of its prompt does."""
     prompt, response = int(rng.integers(1, 6)), int(rng.integers(1, 8))
     ids = torch.from_numpy(rng.integers(0, vocab, prompt + response))
+    if not has_vision(config):
+        common = int(rng.integers(0, min(len(ids), len(earlier)) + 1))
+        ids[:common] = earlier[:common]
     kind = rng.integers(0, 6)
     mask = torch.ones(response, dtype=torch.long)
     if kind == 0:

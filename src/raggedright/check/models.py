@@ -1,11 +1,13 @@
 """Models to check with: tiny ones made on the spot, or a model directory of the user's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -79,7 +81,40 @@ def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) ->
     except (OSError, ValueError, SafetensorError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(f"--model {name}: transformers cannot load it ({cause})") from None
-    return nn.Module.to(model, DTYPES[dtype]).eval()
+    model = nn.Module.to(model, DTYPES[dtype]).eval()
+    return _in_double(model) if dtype == "float64" else model
+
+
+class _Double(TorchFunctionMode):
+    """What casts float64 to float32 leaves it."""
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        given = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if given.get("dtype") is torch.float32:
+                given["dtype"] = torch.float64
+        return func(*args, **given)
+
+
+def _in_double(model: nn.Module) -> nn.Module:
+    """The model without its own casts to float32 (of norms, positions, routers), whose rounding is not ours to prove.
+
+    Rows that share what they begin with add up their gradients before such a cast, rows one by one behind it.
+    """
+    forward = model.forward
+
+    @wraps(forward)
+    def in_double(*args: object, **kwargs: object) -> object:
+        with _Double():
+            return forward(*args, **kwargs)
+
+    model.forward = in_double
+    return model
 
 
 def has_critic(name: str) -> bool:

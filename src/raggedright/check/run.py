@@ -40,6 +40,7 @@ from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.media import has_vision, image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
+from raggedright.tensors.packs import check_packs
 from raggedright.tensors.routing import Routers, find_routers
 from raggedright.tensors.schema import infer_schema
 
@@ -150,6 +151,18 @@ def has_experts(name: str, dtype: str) -> bool:
         return find_routers(_load(name, dtype, False)[0]) is not None
     except ConfigError:
         return False
+
+
+def has_trees(name: str, dtype: str) -> bool:
+    """Whether rows of this model can be collated as a tree: made-up ones of experts or images cannot."""
+    model, made_up = _load(name, dtype, False)
+    if any({"routed_experts", "multi_modal_inputs"} & row.keys() for row in made_up.fields):
+        return False
+    try:
+        check_packs(model, Collator(how="tree", token_id=0))
+    except ConfigError:
+        return False
+    return True
 
 
 def batch_metrics(batch: TensorBatch) -> dict[str, float]:

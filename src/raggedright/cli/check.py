@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         from raggedright.check.cases import all_cases, choices, covering_cases
         from raggedright.check.models import BUILTIN, has_critic
-        from raggedright.check.run import has_experts
+        from raggedright.check.run import has_experts, has_trees
     except ModuleNotFoundError as error:
         raise ConfigError(f"check needs {error.name}; pip install 'raggedright[train]'") from None
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -81,15 +81,16 @@ def run(args: argparse.Namespace) -> None:
     set_verbosity_error()  # a critic's new head is no news
     models = args.model or list(BUILTIN)
     options = choices(models, args.dp, args.dtype or DTYPES)
-    with_critic = [model for model in models if has_critic(model)]
-    with_experts = [model for model in models if has_experts(model, options["dtype"][0])]
+    dtype = options["dtype"][0]
+    able = {
+        "with_critic": [model for model in models if has_critic(model)],
+        "with_experts": [model for model in models if has_experts(model, dtype)],
+        "with_trees": [model for model in models if has_trees(model, dtype)],
+    }
     if args.full:
-        cases: Iterable[Case] = all_cases(options, with_critic=with_critic, with_experts=with_experts)
+        cases: Iterable[Case] = all_cases(options, **able)
     else:
-        coverings = (
-            covering_cases(options, with_critic=with_critic, with_experts=with_experts, seed=args.seed + i)
-            for i in range(COVERINGS)
-        )
+        coverings = (covering_cases(options, **able, seed=args.seed + i) for i in range(COVERINGS))
         cases = dict.fromkeys(case for covering in coverings for case in covering)
     results = list(_run_all(list(islice(cases, args.most))))
     failed = [result for result in results if not result.passed]

@@ -71,7 +71,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--collate",
         choices=get_args(Collate),
         default="packed",
-        help="packed counts tokens (default), padded rectangles",
+        help="packed (default) and tree count tokens, padded rectangles",
     )
     add("--micro-batch-multiple", type=count, default=1, metavar="N", help="asked for by pipeline parallel (default 1)")
     add("--min-row-tokens", type=count, default=2, metavar="N", help="asked for by context parallel (default 2)")

@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin
 from raggedright.errors import ConfigError
 
 Align = Literal["steps", "lcm"]
-Collate = Literal["packed", "padded"]
+Collate = Literal["packed", "padded", "tree"]
 OverLong = Literal["error", "alone", "drop"]
 LossAgg = Literal[
     "token-mean",
@@ -32,7 +32,8 @@ class Layout:
 
     - `critic_mini_batch_size`: given when a critic trains; `actor_trains=False` while the critic warms up.
     - `micro_batch_tokens` or `micro_batch_rows`: the most a micro-batch may hold, counted as it is collated
-      (packed: the sum of its rows' tokens; padded: rows x longest row). 8,192 tokens if neither is given.
+      (packed: the sum of its rows' tokens; padded: rows x longest row; tree: as packed, since what rows share is not
+      known to a plan). 8,192 tokens if neither is given.
     - `micro_batch_multiple`: the number of micro-batches on a rank is a multiple of it (pipeline parallel).
     - `min_row_tokens`: the least a row is collated to, and the length of a padding row (context parallel).
     - `cost_linear * tokens + cost_quadratic * tokens**2` is the cost of a row; the default makes both

@@ -23,7 +23,7 @@ def row_costs(lengths: Ints, layout: Layout) -> Ints:
 
 def micro_batch_tokens(bins: Ints, lengths: Ints, num_bins: int, layout: Layout) -> Ints:
     """Tokens of each micro-batch as it is collated."""
-    if layout.collate == "packed":
+    if layout.collate != "padded":
         return sum_by(bins, lengths, num_bins)
     return np.bincount(bins, minlength=num_bins) * max_by(bins, lengths, num_bins)
 
@@ -31,14 +31,14 @@ def micro_batch_tokens(bins: Ints, lengths: Ints, num_bins: int, layout: Layout)
 def micro_batch_costs(bins: Ints, lengths: Ints, num_bins: int, layout: Layout) -> Ints:
     """Cost of each micro-batch as it is collated."""
     costs = row_costs(lengths, layout)
-    if layout.collate == "packed":
+    if layout.collate != "padded":
         return sum_by(bins, costs, num_bins)
     return np.bincount(bins, minlength=num_bins) * max_by(bins, costs, num_bins)
 
 
 def pack(lengths: Ints, layout: Layout, *, multiple: int) -> Ints:
     """Micro-batch of each row where there are as few as the packing finds."""
-    if layout.collate == "packed":
+    if layout.collate != "padded":
         return packing.pack(_sizes(lengths, layout), layout.capacity, multiple=multiple)
     starts = packing.pack_padded(_take(lengths, layout))
     return _bins_from_starts(starts, len(lengths))
@@ -49,7 +49,7 @@ def spread(lengths: Ints, packed: Ints, *, num_bins: int, width: int, layout: La
     if len(lengths) <= num_bins:
         return np.arange(len(lengths))
     costs = row_costs(lengths, layout)
-    if layout.collate == "packed":
+    if layout.collate != "padded":
         sizes = _sizes(lengths, layout)
         return level(sizes, costs, packed, num_bins=num_bins, width=width, capacity=layout.capacity)
     return _spread_padded(costs, packed, _take(lengths, layout), num_bins, width)

@@ -162,7 +162,7 @@ def _draw_lane(plan: Plan, step: Step, dp_rank: int, y: float, cell: _Cell) -> l
         real = real[np.argsort(plan.rows.order[real])]
         widths = (plan.lengths[real] * cell.scale).tolist()
         # In a padded micro-batch every row takes the room of the longest.
-        strides = widths if plan.layout.collate == "packed" else [max(widths, default=0.0)] * len(widths)
+        strides = widths if plan.layout.collate != "padded" else [max(widths, default=0.0)] * len(widths)
         parts += _draw_bars(x + 3, y + 3, cell.height - 6, strides, widths, _classes(plan, real))
         if num_padding := len(row) - len(real):
             room = max(cell.width - 9 - sum(strides), PADDING_WIDTH)

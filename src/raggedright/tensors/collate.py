@@ -1,7 +1,9 @@
 """Rows of a micro-batch to model inputs, and their response tokens to flat vectors.
 
-Two layouts, one meaning. Packed: one sequence of all rows, positions restarting at each, no attention mask (the model
-derives exact block attention from the positions). Padded: one rectangle, rows on the right filled up and masked.
+Three layouts, one meaning. Packed: one sequence of all rows, positions restarting at each, no attention mask (the model
+derives exact block attention from the positions). Padded: one rectangle, rows on the right filled up and masked. Tree:
+one sequence of the rows' prefix tree, with the attention mask of its branches; the last token of a row, which predicts
+nothing, is left out. Rows with media or recorded experts cannot be a tree.
 Whatever the layout, every per-token vector is flat: the response tokens of row 0, then those of row 1, and so on, so
 that losses never see a rectangle. Nothing else reaches a model than what `Collator` makes and `forward` passes on.
 
@@ -25,13 +27,14 @@ from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.routing import NOT_ROUTED
 from raggedright.tensors.row_tokens import RowTokens, tensor_of, within
 from raggedright.tensors.schema import Fields
+from raggedright.tensors.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What one forward and backward pass needs. N counts response tokens, padding rows' included."""
 
-    inputs: Mapping[str, Tensor]  # for the model: input_ids, position_ids, attention_mask if padded, media
+    inputs: Mapping[str, Tensor]  # for the model: input_ids, position_ids, attention_mask unless packed, media
     logit_index: Tensor  # [N] flat place in input_ids whose output predicts response token n
     labels: Tensor  # [N] the response tokens
     weights: TokenWeights
@@ -41,9 +44,14 @@ class MicroBatch:
     real: Tensor | None = None  # with routing: where real rows' tokens are, as input_ids
 
     @property
-    def padded(self) -> bool:
-        """Whether the rows form a rectangle rather than a pack."""
-        return "attention_mask" in self.inputs
+    def one_sequence(self) -> bool:
+        """Whether the model sees one sequence, not a rectangle of several."""
+        return len(self.inputs["input_ids"]) == 1
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether rows share what they begin with."""
+        return "attention_mask" in self.inputs and self.inputs["attention_mask"].dim() == 4
 
     def per_row(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector over response tokens, cut into rows again."""
@@ -108,17 +116,23 @@ class Collator:
         of_fillers = [tensor_of(row, "input_ids") for row in fillers]
         flat = torch.cat((tokens.sequences(at).long(), *of_fillers))
         sizes = np.append(prompt + response, [len(ids) for ids in of_fillers]).astype(np.int64)
-        lengths = np.maximum(sizes, self.min_row_tokens)
-        inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers])
-        first = self._starts(lengths)[: len(at)] + prompt - 1
         begins = np.cumsum(sizes)[: len(at)] - response  # where each row's response begins among all ids
         of_response = within(response)
+        if self.how == "tree":
+            _refuse_tree(rows.key[at].tolist(), fields)
+            inputs, node = _tree_inputs(flat, sizes, np.append(response, [0] * len(of_fillers)))
+            logit_index = node[np.repeat(np.arange(len(at)), response), np.repeat(prompt - 1, response) + of_response]
+            routing = real = None
+        else:
+            lengths = np.maximum(sizes, self.min_row_tokens)
+            inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers])
+            logit_index = np.repeat(self._starts(lengths)[: len(at)] + prompt - 1, response) + of_response
+            routing, real = self._routing(is_padding, fields, lengths, inputs["input_ids"].shape)
         mean = np.where(is_padding, 0.0, 1 / max(step_loss_tokens, 1))
-        routing, real = self._routing(is_padding, fields, lengths, inputs["input_ids"].shape)
         mask, counts = tokens.responses(tokens.mask_name, at), response.tolist()
         return MicroBatch(
             inputs=inputs,
-            logit_index=torch.from_numpy(np.repeat(first, response) + of_response),
+            logit_index=torch.from_numpy(logit_index),
             labels=flat[torch.from_numpy(np.repeat(begins, response) + of_response)],
             weights=TokenWeights.from_mask(mask, counts, loss=weight, mean=mean),
             fields={name: tokens.responses(name, at) for name in names},
@@ -191,6 +205,27 @@ class Collator:
         real = torch.zeros(shape.numel(), dtype=torch.bool)
         real[place] = torch.from_numpy(np.repeat(~is_padding[at], sizes))
         return routing.view(*shape, *experts.shape[1:]), real.view(shape)
+
+
+def _tree_inputs(flat: Tensor, sizes: Ints, response: Ints) -> tuple[dict[str, Tensor], Ints]:
+    """The rows' prefix tree as one sequence, and the place in it of each row's tokens but the last."""
+    kept = sizes - (response > 0)
+    tree = PrefixTree.of(flat.numpy()[within(sizes) < np.repeat(kept, sizes)], kept)
+    inputs = {
+        "input_ids": torch.from_numpy(tree.ids)[None],
+        "position_ids": torch.from_numpy(tree.depth)[None],
+        "attention_mask": tree.sees()[None, None],
+    }
+    return inputs, tree.node
+
+
+def _refuse_tree(keys: Sequence[str], fields: Sequence[Fields]) -> None:
+    for key, row in zip(keys, fields, strict=False):  # rows that carry vectors by token alone have no fields here
+        for name in ("multi_modal_inputs", "routed_experts"):
+            if row.get(name) is not None:
+                raise RowsError(f"row {key}: has {name} and collate is tree; set collate = 'packed' or 'padded'")
+        if _has_axes(row):
+            raise RowsError(f"row {key}: position_ids have axes and collate is tree; set collate to 'padded'")
 
 
 def _has_axes(fields: Fields) -> bool:

@@ -1,15 +1,16 @@
 """The one door to a model: log-probs, entropy and values of a micro-batch's response tokens, flat.
 
-The cache is always off and a packed micro-batch never has a mask: with a cache, or with a mask of ones,
-transformers takes a pack for one long sequence and is wrong by nats without a word.
+The cache is always off, a packed micro-batch never has a mask, and a tree has one with four dims: with a cache, or with
+a mask of ones, transformers takes a pack for one long sequence and is wrong by nats without a word.
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raggedright.errors import ConfigError
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.media import placeholder_ids
 
@@ -42,6 +43,25 @@ def forward_values(model: nn.Module, micro: MicroBatch) -> Tensor:
 
 def _outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
     """The model's outputs at the places that predict response tokens: [N, outputs]."""
-    if not micro.padded and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if micro.is_tree:
+        _check_tree(model)
+    if micro.one_sequence and "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**micro.inputs, use_cache=False, logits_to_keep=micro.logit_index).logits[0]
     return model(**micro.inputs, use_cache=False).logits.flatten(0, 1)[micro.logit_index]
+
+
+def _check_tree(model: nn.Module) -> None:
+    """Refuse a model that would take a tree's mask for something else, without a word."""
+    config: Any = getattr(model, "config", None)
+    if config is None:  # no model of transformers: what it takes is its author's business
+        return
+    attention, text = config._attn_implementation, config.get_text_config(decoder=True)
+    if attention != "sdpa":
+        raise ConfigError(f"collate is tree and the model's attention is {attention}; a tree takes sdpa: set it")
+    kinds = getattr(text, "layer_types", None) or (["sliding_window"] if getattr(text, "sliding_window", None) else [])
+    others = sorted({*kinds} - {"full_attention"})
+    if others:
+        raise ConfigError(
+            f"collate is tree, and model type {text.model_type!r} has layers that do not see all that came before "
+            f"({', '.join(others)}); set collate to packed or padded"
+        )

@@ -1,4 +1,4 @@
-"""Whether a model keeps the rows of a pack apart: found out by two passes, because families differ and none says so.
+"""Whether a model keeps the rows of a pack or a tree apart: found out by two passes; families differ and none says so.
 
 Most models of transformers see from the positions where a row begins. One that does not lets a row read those before
 it: no error, and log-probs that are wrong by nats.
@@ -18,8 +18,8 @@ _TOLERANCE = 1e-2  # a sum of another order is far below it, another row's token
 
 
 def check_packs(model: nn.Module, collator: Collator) -> None:
-    """A ConfigError if what stands in front of a row in a pack changes its log-probs."""
-    if collator.how != "packed":
+    """A ConfigError if what stands in front of a row in a pack or a tree changes its log-probs."""
+    if collator.how == "padded":
         return
     rows = Rows.from_columns(
         prompt=["before", "behind"],
@@ -41,6 +41,6 @@ def check_packs(model: nn.Module, collator: Collator) -> None:
     if drift > _TOLERANCE:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
-            f"train.collate is packed and model type {kind!r} does not keep the rows of a pack apart (log-probs of a "
+            f"train.collate is {collator.how} and model type {kind!r} does not keep its rows apart (log-probs of a "
             f"row change by {drift:.2g} with the row before it); set train.collate = 'padded'"
         )

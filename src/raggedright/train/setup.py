@@ -99,6 +99,9 @@ def set_up(config: Config, world: World) -> Setup:
         mrope=vision is not None,
         image_filler=image_filler(actor.config) if vision else None,
     )
+    if collator.how == "tree" and (vision or experts):
+        more, remedy = ("images", "") if vision else ("experts", ", or experts.replay to false and balance_coef to 0")
+        raise ConfigError(f"train.collate is tree and the model has {more}; set it to packed or padded{remedy}")
     with computing(config.model, world):
         check_packs(whole, collator)
     critic = None

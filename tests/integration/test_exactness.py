@@ -15,7 +15,7 @@ from raggedright.check.models import BUILTIN, load_model
 from raggedright.check.reference import reference_step
 from raggedright.check.run import batch_of, load_case, run_case
 from raggedright.tensors.losses import TokenWeights
-from raggedright.tensors.tree import PrefixTree
+from raggedright.tensors.tree import PrefixTrees
 
 OPTIONS = choices(list(BUILTIN), [1, 2, 3, 4], ["float64", "float32"])
 WITH = {"with_critic": ["qwen3", "qwen3-moe"], "with_experts": ["qwen3-moe"], "with_trees": ["qwen3"]}
@@ -63,7 +63,8 @@ def test_some_cases_have_much_padding_and_some_none():
 def test_a_tree_whose_branches_see_each_other_is_caught(monkeypatch):
     case = Case(collate="tree", cut="one")
     assert run_case(case).passed
-    monkeypatch.setattr(PrefixTree, "sees", lambda tree: torch.ones(len(tree.ids), len(tree.ids)).bool().tril())
+    sees = PrefixTrees.sees
+    monkeypatch.setattr(PrefixTrees, "sees", lambda trees: torch.ones_like(sees(trees)).tril())
     assert not run_case(case).passed
 
 

@@ -112,19 +112,22 @@ def _run(job: Job) -> tuple[Found, list]:
 
 
 def _load(job: Job) -> tuple[nn.Module, MadeUp]:
-    case = job.case
-    model = _model(case.model, case.dtype, case.critic)
-    return model, _made_up(case.model, case.dtype, case.critic, job.num_prompts, job.seed)
+    kind = _kind(job.case)
+    return _model(*kind), _made_up(job.num_prompts, job.seed, *kind)
+
+
+def _kind(case: Case) -> tuple[str, str, bool, bool]:
+    return case.model, case.dtype, case.critic, case.collate != "tree"
 
 
 @lru_cache
-def _model(name: str, dtype: str, critic: bool) -> nn.Module:
-    return load_model(name, dtype, critic=critic)
+def _model(name: str, dtype: str, critic: bool, casts: bool) -> nn.Module:
+    return load_model(name, dtype, critic=critic, casts=casts)
 
 
 @lru_cache
-def _sharded(dp: int, average: bool, name: str, dtype: str, critic: bool) -> nn.Module:
-    model = shard(copy.deepcopy(_model(name, dtype, critic)), _group(dp))
+def _sharded(dp: int, average: bool, name: str, dtype: str, critic: bool, casts: bool) -> nn.Module:
+    model = shard(copy.deepcopy(_model(name, dtype, critic, casts)), _group(dp))
     for module in model.modules():
         if isinstance(module, FSDPModule) and average:
             module.set_gradient_divide_factor(float(dp))
@@ -132,8 +135,8 @@ def _sharded(dp: int, average: bool, name: str, dtype: str, critic: bool) -> nn.
 
 
 @lru_cache
-def _made_up(name: str, dtype: str, critic: bool, num_prompts: int, seed: int) -> MadeUp:
-    return make_up(_model(name, dtype, critic), DTYPES[dtype], num_prompts=num_prompts, seed=seed)
+def _made_up(num_prompts: int, seed: int, name: str, dtype: str, critic: bool, casts: bool) -> MadeUp:
+    return make_up(_model(name, dtype, critic, casts), DTYPES[dtype], num_prompts=num_prompts, seed=seed)
 
 
 def _run_mode(
@@ -141,7 +144,7 @@ def _run_mode(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradient and metrics of a step, summed over ranks."""
     case, dp_rank, group = job.case, dist.get_rank(), _group(job.case.dp)
-    kind = (case.model, case.dtype, case.critic)
+    kind = _kind(case)
     model = _model(*kind) if mode == "replicated" else _sharded(case.dp, mode in WRONG, *kind)
     if mode == "loss x dp":
         step = replace(step, weight=step.weight * case.dp)

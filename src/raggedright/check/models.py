@@ -65,8 +65,11 @@ def _qwen3_vl() -> PretrainedConfig:
 BUILTIN: dict[str, Callable[[], PretrainedConfig]] = {"qwen3": _qwen3, "qwen3-moe": _qwen3_moe, "qwen3-vl": _qwen3_vl}
 
 
-def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) -> nn.Module:
-    """An actor, or a critic with one output per token, in evaluation mode (no dropout) with gradients."""
+def load_model(name: str, dtype: str, *, critic: bool = False, casts: bool = True, seed: int = 0) -> nn.Module:
+    """An actor, or a critic with one output per token, in evaluation mode (no dropout) with gradients.
+
+    Without `casts`, one of float64 is so throughout: what it would cast to float32 inside stays as it is.
+    """
     torch.manual_seed(seed)
     config = _config(name)
     # Grouped matrix products have no float64 kernel.
@@ -82,7 +85,7 @@ def load_model(name: str, dtype: str, *, critic: bool = False, seed: int = 0) ->
         cause = str(error).splitlines()[0]
         raise ConfigError(f"--model {name}: transformers cannot load it ({cause})") from None
     model = nn.Module.to(model, DTYPES[dtype]).eval()
-    return _in_double(model) if dtype == "float64" else model
+    return model if casts else _without_casts(model)
 
 
 class _Double(TorchFunctionMode):
@@ -101,19 +104,16 @@ class _Double(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _in_double(model: nn.Module) -> nn.Module:
-    """The model without its own casts to float32 (of norms, positions, routers), whose rounding is not ours to prove.
+def _without_casts(model: nn.Module) -> nn.Module:
+    """Rows that share what they begin with add up their gradients before a cast, rows one by one behind it."""
+    kind = type(model)
 
-    Rows that share what they begin with add up their gradients before such a cast, rows one by one behind it.
-    """
-    forward = model.forward
-
-    @wraps(forward)
-    def in_double(*args: object, **kwargs: object) -> object:
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         with _Double():
-            return forward(*args, **kwargs)
+            return kind.forward(self, *args, **kwargs)
 
-    model.forward = in_double
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})  # not on the model, so that it can be copied
     return model
 
 

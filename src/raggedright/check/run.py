@@ -87,14 +87,14 @@ def role_of(case: Case) -> Role:
 
 
 @lru_cache(maxsize=16)
-def _load(model: str, dtype: str, critic: bool) -> tuple[nn.Module, MadeUp]:
-    loaded = load_model(model, dtype, critic=critic)
+def _load(model: str, dtype: str, critic: bool, casts: bool = True) -> tuple[nn.Module, MadeUp]:
+    loaded = load_model(model, dtype, critic=critic, casts=casts)
     return loaded, make_up(loaded, DTYPES[dtype])
 
 
 def load_case(case: Case) -> tuple[nn.Module, MadeUp]:
     """The model and the made-up batch of a case, made once for all cases that share them."""
-    return _load(case.model, case.dtype, case.critic)
+    return _load(case.model, case.dtype, case.critic, case.collate != "tree")
 
 
 def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
@@ -118,6 +118,7 @@ def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
         token_id=0,
         min_row_tokens=layout.min_row_tokens,
         mrope=vision,
+        even_tokens=4 if case.order else 4_096,  # many small trees, or one
         image_filler=image_filler(model.config) if vision else None,
     )
     return TensorBatch.of(plan, fields, infer_schema(rows, fields), collator)

@@ -118,7 +118,7 @@ class Train(Section):
     micro_batch_rows: Count | None = None
     """Most rows of a micro-batch."""
     collate: Collate = "packed"
-    """One sequence of all rows, a rectangle, or one sequence in which what rows begin with alike is computed once."""
+    """One sequence of all rows, a rectangle, or trees in which what rows begin with alike is computed once."""
     micro_batch_multiple: Count = 1
     """Micro-batches of a rank come in multiples of it."""
     min_row_tokens: Annotated[int, Field(ge=2)] = 2

@@ -2,8 +2,8 @@
 
 Three layouts, one meaning. Packed: one sequence of all rows, positions restarting at each, no attention mask (the model
 derives exact block attention from the positions). Padded: one rectangle, rows on the right filled up and masked. Tree:
-one sequence of the rows' prefix tree, with the attention mask of its branches; the last token of a row, which predicts
-nothing, is left out. Rows with media or recorded experts cannot be a tree.
+a rectangle of prefix trees, most often one, with the attention mask of their branches; the last token of a row, which
+predicts nothing, is left out. Rows with media or recorded experts cannot be in a tree.
 Whatever the layout, every per-token vector is flat: the response tokens of row 0, then those of row 1, and so on, so
 that losses never see a rectangle. Nothing else reaches a model than what `Collator` makes and `forward` passes on.
 
@@ -27,7 +27,7 @@ from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.routing import NOT_ROUTED
 from raggedright.tensors.row_tokens import RowTokens, tensor_of, within
 from raggedright.tensors.schema import Fields
-from raggedright.tensors.tree import PrefixTree
+from raggedright.tensors.tree import PrefixTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class Collator:
 
     - `token_id` fills rows up; it is never attended to by a token that counts.
     - `mrope`: position_ids have axes (time, height, width), as the vision-language models want them.
+    - `even_tokens`: of a tree, the tokens at which attention costs as much as all else in the model.
     - `image_filler`: a row with a small image, for micro-batches without one; needed where a batch has media.
     """
 
@@ -85,6 +86,7 @@ class Collator:
     token_id: int
     min_row_tokens: int = 2
     mrope: bool = False
+    even_tokens: int = 4_096
     image_filler: Fields | None = None
 
     def __call__(
@@ -120,8 +122,8 @@ class Collator:
         of_response = within(response)
         if self.how == "tree":
             _refuse_tree(rows.key[at].tolist(), fields)
-            inputs, node = _tree_inputs(flat, sizes, np.append(response, [0] * len(of_fillers)))
-            logit_index = node[np.repeat(np.arange(len(at)), response), np.repeat(prompt - 1, response) + of_response]
+            inputs, place = self._tree_inputs(flat, sizes, np.append(response, [0] * len(of_fillers)))
+            logit_index = place[np.repeat(np.arange(len(at)), response), np.repeat(prompt - 1, response) + of_response]
             routing = real = None
         else:
             lengths = np.maximum(sizes, self.min_row_tokens)
@@ -168,6 +170,18 @@ class Collator:
             inputs["position_ids"] = torch.from_numpy(within(lengths))[None]
         return inputs | _media(fields)
 
+    def _tree_inputs(self, flat: Tensor, sizes: Ints, response: Ints) -> tuple[dict[str, Tensor], Ints]:
+        """The rows' prefix trees as a rectangle, and the place in it of each row's tokens but the last."""
+        kept = sizes - (response > 0)
+        ids = flat.numpy()[within(sizes) < np.repeat(kept, sizes)]
+        trees = PrefixTrees.of(ids, kept, even_tokens=self.even_tokens, token_id=self.token_id)
+        inputs = {
+            "input_ids": torch.from_numpy(trees.ids),
+            "position_ids": torch.from_numpy(trees.depth),
+            "attention_mask": trees.sees()[:, None],
+        }
+        return inputs, trees.place
+
     def _axes(self, sizes: list[int], fields: Sequence[Fields], lengths: list[int]) -> Tensor:
         """Positions with axes, [axes, rows, tokens]."""
         fields = [*({} for _ in range(len(sizes) - len(fields))), *fields]  # rows that carry none come first
@@ -205,18 +219,6 @@ class Collator:
         real = torch.zeros(shape.numel(), dtype=torch.bool)
         real[place] = torch.from_numpy(np.repeat(~is_padding[at], sizes))
         return routing.view(*shape, *experts.shape[1:]), real.view(shape)
-
-
-def _tree_inputs(flat: Tensor, sizes: Ints, response: Ints) -> tuple[dict[str, Tensor], Ints]:
-    """The rows' prefix tree as one sequence, and the place in it of each row's tokens but the last."""
-    kept = sizes - (response > 0)
-    tree = PrefixTree.of(flat.numpy()[within(sizes) < np.repeat(kept, sizes)], kept)
-    inputs = {
-        "input_ids": torch.from_numpy(tree.ids)[None],
-        "position_ids": torch.from_numpy(tree.depth)[None],
-        "attention_mask": tree.sees()[None, None],
-    }
-    return inputs, tree.node
 
 
 def _refuse_tree(keys: Sequence[str], fields: Sequence[Fields]) -> None:

@@ -29,6 +29,7 @@ from raggedright.tensors.packs import check_packs
 from raggedright.tensors.padding import padding_token_id
 from raggedright.tensors.parallel import shard
 from raggedright.tensors.routing import find_routers
+from raggedright.tensors.tree import even_tokens_of
 from raggedright.train.experts import ActorExperts, actor_experts
 from raggedright.train.eyes import load_vision
 from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
@@ -97,6 +98,7 @@ def set_up(config: Config, world: World) -> Setup:
         token_id=token_id,
         min_row_tokens=config.train.min_row_tokens,
         mrope=vision is not None,
+        even_tokens=even_tokens_of(actor),
         image_filler=image_filler(actor.config) if vision else None,
     )
     if collator.how == "tree" and (vision or experts):

@@ -161,6 +161,7 @@ class RoundRun:
                 result = AttemptResult(f"{self._late}; make it faster, or raise rollout.timeout")
             else:
                 result = _result_of(running, session, guard)
+            session.let_go()
             is_final = not result.cause or key.attempt == last
             self._recorder.add(self._loop, key, result, is_last=is_final, on_error=self._fail)
             if not is_final:

@@ -117,5 +117,9 @@ class Session:
         metrics = {f"metric/{name}": value for name, value in self._metrics.items()}
         return [trajectory.row(metrics) for trajectory in self._trajectories]
 
+    def let_go(self) -> None:
+        """Forget its trajectories, which know it: else all wait for the garbage collector; for the runner, at last."""
+        self._trajectories = []
+
 
 Agent = Callable[[Task, Session], Awaitable[float]]

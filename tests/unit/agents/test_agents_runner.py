@@ -349,4 +349,4 @@ def test_a_reward_that_raises_what_no_number_does_ends_the_run_and_never_hangs()
         return Odd()
 
     with pytest.raises(BaseException, match="odd"):
-        run(returns, sessions("ab"))
+        run(returns, sessions("ab"))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raggedright.errors import ConfigError
 from raggedright.rollout import sampling
-from raggedright.rollout.noise import key_words, uniforms
+from raggedright.rollout.noise import as_key, key_words, uniforms
 from raggedright.rollout.protocol import EngineError, Sampling
 from raggedright.rollout.sampling import RowSettings, choose, noise_key
 
@@ -27,7 +27,7 @@ def _words(count: int) -> np.ndarray:
         noise_key(seed=3, round=1, prompt=f"p{number}", session=number % 8, attempt=0, trajectory=0)
         for number in range(count)
     )
-    return np.array([key_words(key) for key in keys], dtype=np.uint64)
+    return key_words([as_key(key) for key in keys])
 
 
 def _chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
@@ -41,7 +41,7 @@ def test_every_name_and_every_position_has_noise_of_its_own() -> None:
     keys = {noise_key(**each) for each in [names, *others]}
     assert len(keys) == 7
     assert noise_key(**names) == noise_key(**names)
-    words = np.array([key_words(key) for key in sorted(keys)] * 50, dtype=np.uint64)
+    words = key_words(sorted(keys) * 50)
     assert len(np.unique(uniforms(words, np.repeat(np.arange(50), 7)))) == 350
 
 
@@ -55,7 +55,7 @@ def test_names_cannot_be_read_in_two_ways() -> None:
 def test_noise_stays_the_same_from_version_to_version() -> None:
     key = noise_key(seed=0, round=1, prompt="p0", session=0, attempt=0, trajectory=0)
     assert key.hex() == "1777b6789a79ce31be1d99fc3b8ea339"
-    words = np.array([key_words(key)] * 3, dtype=np.uint64)
+    words = key_words([key] * 3)
     assert uniforms(words, np.array([0, 1, 1_000_000])).tolist() == [
         0.8295345304410539,
         0.22243932970240055,

@@ -3,6 +3,9 @@
 An agent's code runs in a context that names its session, and so does every task it starts; the runner's and the
 engine's run in one that names none. So the watchdog interrupts agents only, and the end of a session cancels what it
 started and nothing else.
+
+An attempt is one task, the agent's. Its end, or the end of its time, is recorded and starts what comes next, so that
+`concurrency` sessions run at once while some wait. Once the run is to end, nothing more is recorded or started.
 """
 
 import asyncio
@@ -11,7 +14,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from inspect import isawaitable
+from typing import NamedTuple
 
 from raggedright.agents.causes import cause_of, one_line
 from raggedright.agents.recorder import CANCELLED, AttemptResult, SessionRecorder
@@ -33,6 +38,16 @@ _PLAIN = (str, int, float, bool, type(None))
 _log = logging.getLogger(__name__)
 
 
+class _Attempt(NamedTuple):
+    """An agent under way, and what it runs on; of its own, because an agent may do anything to its session."""
+
+    task: Task
+    key: SessionKey
+    last: int  # the number of the session's last attempt
+    session: Session
+    running: asyncio.Task[object]
+
+
 class RoundRun:
     """A round's sessions on one rank: their loop, those under way, and how all end."""
 
@@ -47,13 +62,17 @@ class RoundRun:
         self._agent, self._engine, self._settings = agent, engine, settings
         self._recorder, self._new_session = recorder, new_session
         self._grace = min(MOST_GRACE, settings.timeout)
+        self._late = f"timed out after {settings.timeout:g} s"
         self._time = LoopTime()
-        self._active: dict[Guarded, Session] = {}
+        self._active: dict[Guarded, _Attempt] = {}  # those in their grace, too
+        self._waiting: Iterator[tuple[Task, SessionKey]] = iter(())
+        self._num_open = 0  # sessions that are not final
         self._timer: asyncio.TimerHandle | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._records_cancelled = True
         self._loop = GuardedLoop()
         self._loop.set_exception_handler(lambda _loop, context: _log.debug("in an agent's task: %s", context))
+        self._all_final = self._loop.create_future()  # cancelled when the run is to end before
         self._main: asyncio.Task[None] | None = None
 
     def run(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
@@ -91,49 +110,70 @@ class RoundRun:
         self._main.cancel()
 
     async def _all(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
-        waiting = iter(sessions)
-        await asyncio.gather(*(self._work(waiting) for _ in range(min(self._settings.concurrency, len(sessions)))))
+        self._waiting, self._num_open = iter(sessions), len(sessions)
+        for _ in range(min(self._settings.concurrency, len(sessions))):
+            self._start_next()
+        if sessions:
+            await self._all_final
         self._recorder.put_ended()
 
-    async def _work(self, waiting: Iterator[tuple[Task, SessionKey]]) -> None:
-        """Run one waiting session after another, each with its attempts; `concurrency` of these run at once."""
-        for task, key in waiting:
-            last_attempt = key.attempt + self._settings.attempts - 1
-            is_last = False
-            while not is_last:
-                result = await self._attempt(task, key)
-                is_last = not result.cause or key.attempt == last_attempt
-                self._recorder.add(self._loop, key, result, is_last=is_last, on_error=self._fail)
-                key = key._replace(attempt=key.attempt + 1)
+    def _start_next(self) -> None:
+        """Start a session that waits, if there is one."""
+        for task, key in self._waiting:
+            self._start(task, key, last=key.attempt + self._settings.attempts - 1)
+            return
 
-    async def _attempt(self, task: Task, key: SessionKey) -> AttemptResult:
-        """Run the agent once; it has returned, failed, or been left behind."""
-        settings = self._settings
+    def _start(self, task: Task, key: SessionKey, *, last: int) -> None:
+        """Let the agent run once; `_on_done` or `_look_at_clocks` hears of its end."""
         session = self._new_session(task, key, generate=self._generate)
-        guard = Guarded(self._time, settings.timeout, self._loop.create_future())
-        self._active[guard] = session
-        running = self._loop.create_task(self._call(session), context=guard.context())
-        running.add_done_callback(guard.wake)
+        guard = Guarded(self._time, self._settings.timeout, self._on_done)
+        running = self._loop.start(self._call(session), guard)
+        self._active[guard] = _Attempt(task, key, last, session, running)
         if self._timer is None:
-            self._timer = self._loop.call_later(settings.timeout, self._look_at_clocks)
-        await guard.waiter
-        if running.done():
+            self._timer = self._loop.call_later(self._settings.timeout, self._look_at_clocks)
+
+    def _on_done(self, guard: Guarded, task: asyncio.Task[object]) -> None:
+        """A task of a session has ended; if it is its agent, the attempt is over."""
+        attempt = self._active.get(guard)
+        if attempt is not None and attempt.running is task:
+            is_late = guard.ended
             self._end(guard, "its agent has returned")
-        else:
-            self._end(guard, late := f"timed out after {settings.timeout:g} s")
-            await asyncio.wait({running}, timeout=self._grace)
-            if not guard.blocked_for:
-                return AttemptResult(f"{late}; make it faster, or raise rollout.timeout")
-        return _result_of(running, session, guard)
+            self._settle(guard, is_late=is_late)
 
     def _look_at_clocks(self) -> None:
-        """One timer for all sessions: wake those whose time is over, and look again when the next one's may be."""
-        left = {guard: guard.seconds_left for guard in self._active}
+        """One timer for all sessions: end those whose time is over, and look again when the next one's may be."""
+        left = {guard: guard.seconds_left for guard in self._active if not guard.ended}
         for guard, seconds in left.items():
-            if seconds <= 0:
-                guard.wake()
+            if seconds <= 0 and not self._active[guard].running.done():
+                self._end(guard, self._late)
+                self._loop.call_later(self._grace, partial(self._settle, guard, is_late=True))
         later = [seconds for seconds in left.values() if seconds > 0]
         self._timer = self._loop.call_later(max(min(later), _SOONEST), self._look_at_clocks) if later else None
+
+    def _settle(self, guard: Guarded, *, is_late: bool) -> None:
+        """Record an attempt that is over, once, and start what comes next; a late agent may be left behind."""
+        attempt = self._active.pop(guard, None)
+        if attempt is None or self._all_final.done():
+            return
+        task, key, last, session, running = attempt
+        try:
+            if is_late and not guard.blocked_for:
+                result = AttemptResult(f"{self._late}; make it faster, or raise rollout.timeout")
+            else:
+                result = _result_of(running, session, guard)
+            session.let_go()
+            is_final = not result.cause or key.attempt == last
+            self._recorder.add(self._loop, key, result, is_last=is_final, on_error=self._fail)
+            if not is_final:
+                self._start(task, key._replace(attempt=key.attempt + 1), last=last)
+                return
+            self._start_next()
+            self._num_open -= 1
+            if not self._num_open:
+                self._all_final.set_result(None)
+        except BaseException as error:  # the loop would only log it, and the run never end
+            self._fail(error)
+            raise
 
     async def _call(self, session: Session) -> object:
         # A copy, because sessions of a prompt share a task, and what one does to it must not reach the others.
@@ -159,15 +199,16 @@ class RoundRun:
             raise
         return generation
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End the run with an error that is no agent's."""
         self._error = self._error or error
         self._stop()
 
     def _end(self, guard: Guarded, why: str) -> None:
         """Close a session; what it still has under way is cancelled."""
-        if (session := self._active.pop(guard, None)) is not None:
-            session.end(why)
+        if guard.ended:
+            return
+        self._active[guard].session.end(why)
         guard.ended = True
         for task in [*guard.tasks]:
             task.cancel()
@@ -191,6 +232,7 @@ class RoundRun:
                 return
 
     def _close(self) -> None:
+        self._all_final.cancel()
         try:
             self._end_all()
             if tasks := asyncio.all_tasks(self._loop):

@@ -7,9 +7,9 @@ The surprise: a session ends. Once its agent has returned, failed or run out of 
 reporting raise a SessionError, so that a task which goes on regardless adds nothing to it.
 """
 
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,8 +36,8 @@ class Session:
     """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it."""
 
     __slots__ = (
-        "_context_tokens", "_ended", "_generate", "_metrics", "_settings", "_trajectories", "_vision", "key",
-        "random", "task", "tokenizer",
+        "_context_tokens", "_ended", "_generate", "_metrics", "_random", "_settings", "_trajectories", "_vision",
+        "key", "task", "tokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -52,8 +52,7 @@ class Session:
         vision: Vision | None = None,
     ) -> None:
         self.task, self.key, self.tokenizer = task, key, tokenizer
-        names = f"{settings.seed}/{key.round}/{key.session}/{key.attempt}/{key.prompt}"
-        self.random = random.Random(names.encode())
+        self._random: Random | str = f"{settings.seed}/{key.round}/{key.session}/{key.attempt}/{key.prompt}"
         self._settings, self._generate, self._context_tokens = settings, generate, context_tokens
         self._vision = vision
         self._trajectories: list[Trajectory] = []
@@ -87,6 +86,13 @@ class Session:
             self._metrics[name] = number
 
     @property
+    def random(self) -> Random:
+        """Where its choices are drawn from; seeded when it is first asked for, as not every agent draws."""
+        if isinstance(self._random, str):
+            self._random = Random(self._random.encode())
+        return self._random
+
+    @property
     def image(self) -> str:
         """What stands for one image in a text."""
         if self._vision is None:
@@ -116,6 +122,10 @@ class Session:
         """One row a trajectory, as the store takes them; for the runner."""
         metrics = {f"metric/{name}": value for name, value in self._metrics.items()}
         return [trajectory.row(metrics) for trajectory in self._trajectories]
+
+    def let_go(self) -> None:
+        """Forget its trajectories, which know it: else all wait for the garbage collector; for the runner, at last."""
+        self._trajectories = []
 
 
 Agent = Callable[[Task, Session], Awaitable[float]]

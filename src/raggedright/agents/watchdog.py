@@ -15,8 +15,8 @@ for all. Nor can a call into C that does not return be interrupted, or an agent 
 import selectors
 import signal
 import threading
-from asyncio import AbstractEventLoop, Future, SelectorEventLoop, Task
-from collections.abc import Coroutine, Iterator
+from asyncio import AbstractEventLoop, SelectorEventLoop, Task
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from time import monotonic
@@ -41,12 +41,15 @@ class LoopTime:
 class Guarded:
     """One attempt of a session as the watchdog sees it: its time, and the tasks that it started."""
 
-    def __init__(self, time: LoopTime, timeout: float, waiter: "Future[None]") -> None:
-        self.waiter = waiter  # done when its agent has returned, or its time is over
+    __slots__ = (
+        "_blocked_before", "_on_done", "_own_blocked", "_started", "_time", "_timeout", "blocked_for", "ended", "tasks",
+    )  # fmt: skip
+
+    def __init__(self, time: LoopTime, timeout: float, on_done: "Callable[[Guarded, Task[object]], None]") -> None:
         self.blocked_for = 0.0  # seconds of the block that was interrupted
         self.ended = False
         self.tasks: set[Task[object]] = set()
-        self._time, self._timeout = time, timeout
+        self._time, self._timeout, self._on_done = time, timeout, on_done
         self._started, self._blocked_before, self._own_blocked = monotonic(), time.blocked, 0.0
 
     @property
@@ -60,15 +63,26 @@ class Guarded:
         """Whether its code may be interrupted."""
         return self.seconds_left <= 0 or self._time.stopped
 
-    def wake(self, _task: Task[object] | None = None) -> None:
-        """Let whoever waits for it go on."""
-        if not self.waiter.done():
-            self.waiter.set_result(None)
-
     def add_blocked(self, seconds: float) -> None:
         """Its own code held the loop."""
         self._time.blocked += seconds
         self._own_blocked += seconds
+
+    def hold(self, task: Task[object]) -> Task[object]:
+        """Keep one of its tasks while it runs, which the loop itself does not."""
+        loop = task.get_loop()
+        assert isinstance(loop, GuardedLoop)
+        self.tasks.add(task)
+        loop.agent_tasks.add(task)
+        task.add_done_callback(self._let_go)
+        return task
+
+    def _let_go(self, task: Task[object]) -> None:
+        loop = task.get_loop()
+        assert isinstance(loop, GuardedLoop)
+        self.tasks.discard(task)
+        loop.agent_tasks.discard(task)
+        self._on_done(self, task)
 
     def context(self) -> Context:
         """A context in which code runs in its name."""
@@ -102,6 +116,10 @@ class GuardedLoop(SelectorEventLoop):
         super().__init__(self.turns)
         self.set_task_factory(_new_task)  # type: ignore[arg-type]
 
+    def start(self, agent: Coroutine[object, object, object], session: Guarded) -> Task[object]:
+        """Run an agent as the first task of its session, whatever another one has done to the task factory."""
+        return session.hold(Task(agent, loop=self, context=session.context()))
+
 
 class _Turns(selectors.DefaultSelector):
     """The loop asks its selector once a turn: that is where a turn begins."""
@@ -123,15 +141,7 @@ def _new_task(loop: AbstractEventLoop, coro: Coroutine, **options: Context) -> T
     context = options.get("context")
     session = _RUNNING.get() if context is None else context.get(_RUNNING)
     if session is not None:
-        both = session.tasks, loop.agent_tasks  # they hold it while it runs, which the loop itself does not
-        for tasks in both:
-            tasks.add(task)
-
-        def let_go(task: Task) -> None:
-            for tasks in both:
-                tasks.discard(task)
-
-        task.add_done_callback(let_go)
+        session.hold(task)
     return task
 
 

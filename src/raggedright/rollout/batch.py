@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.rollout.cache import Forward, RowCache
+from raggedright.rollout.noise import key_words
 from raggedright.rollout.protocol import FinishReason, Generation, Sampling
 from raggedright.rollout.sampling import RowSettings, choose, uniforms
 from raggedright.rollout.stops import TextStops
@@ -30,7 +31,7 @@ class Job:
 
     number: int
     context: NDArray[np.int64]
-    words: tuple[int, int]
+    key: bytes  # of its randomness
     sampling: Sampling
     texts: TextStops | None
     future: "asyncio.Future[Generation]"
@@ -64,7 +65,7 @@ class _Group:
         self._rows_changed()
 
     def _rows_changed(self) -> None:
-        self._words = np.array([job.words for job in self.jobs], dtype=np.uint64)
+        self._words = key_words([job.key for job in self.jobs])
         self._settings = RowSettings.of([job.sampling for job in self.jobs], self._device)
 
     def prefill(self, version: int) -> None:

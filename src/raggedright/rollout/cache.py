@@ -233,8 +233,9 @@ class RowCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, and the columns that none of them needs; one that is named twice is there twice."""
-        index = torch.tensor(rows, device=self._forward.device)
-        self.lengths, self._shifts = self.lengths[rows], self._shifts[rows]
+        kept = np.array(rows)
+        index = torch.from_numpy(kept).to(self._forward.device)
+        self.lengths, self._shifts = self.lengths[kept], self._shifts[kept]
         columns = int(self.lengths.max())
         for layer in self._layers:
             _, stop = layer.span

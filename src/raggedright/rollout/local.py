@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from raggedright.errors import ConfigError
 from raggedright.rollout.batch import Job
 from raggedright.rollout.cache import Forward
-from raggedright.rollout.noise import key_words
+from raggedright.rollout.noise import as_key
 from raggedright.rollout.protocol import EngineError, Generation, Request
 from raggedright.rollout.stops import Decodes, TextStops
 from raggedright.rollout.turns import Turns, fail
@@ -74,18 +74,18 @@ class LocalEngine:
             raise EngineError("the engine is closed and takes no more requests")
         if self._incomplete:
             raise EngineError(f"the last update of weights failed ({self._incomplete}); update them again first")
-        loop = self._running_loop()
+        turns = self._turns_here()
         job = Job(
             number=self._num_requests,
             context=self._context(request),
-            words=key_words(request.noise),
+            key=as_key(request.noise),
             sampling=request.sampling,
             texts=self._text_stops(request),
-            future=loop.create_future(),
+            future=turns.loop.create_future(),
             media=request.media or None,
         )
         self._num_requests += 1
-        self._turns_of(loop).submit(job)
+        turns.submit(job)
         return await job.future
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -110,15 +110,15 @@ class LocalEngine:
         if self._turns is not None:
             self._turns.settle(end, before=self._num_requests)
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of this thread; asyncio's own answer asks the kernel for the process every time."""
-        if (turns := self._turns) is not None and getattr(turns.loop, "_thread_id", None) == get_ident():
-            return turns.loop
-        return asyncio.get_running_loop()
+    def _turns_here(self) -> Turns:
+        """The turns that the running loop takes; those of an earlier one, with whatever it left behind, are forgotten.
 
-    def _turns_of(self, loop: asyncio.AbstractEventLoop) -> Turns:
-        """The turns that this loop takes; those of an earlier loop, with whatever they left behind, are forgotten."""
+        Whose thread a loop runs in says whether it is this one; asyncio's own answer asks the kernel every time.
+        """
         turns = self._turns
+        if turns is not None and getattr(turns.loop, "_thread_id", None) == get_ident():
+            return turns
+        loop = asyncio.get_running_loop()
         if turns is None or turns.loop is not loop:
             if turns is not None and turns.busy and turns.loop.is_running():
                 raise EngineError("the engine is at work in another event loop; use it from one loop at a time")

@@ -6,6 +6,7 @@ in any batch; different names, different keys (128 bits).
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,14 @@ def noise_key(*, seed: int, round: int, prompt: str, session: int, attempt: int,
     return hashlib.blake2b(names.encode() + prompt.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
-def key_words(noise: bytes) -> tuple[int, int]:
-    """The two 64-bit words of a key; names of any other length are hashed to one first."""
-    if len(noise) != KEY_BYTES:
-        noise = hashlib.blake2b(noise, digest_size=KEY_BYTES).digest()
-    return int.from_bytes(noise[:8], "little"), int.from_bytes(noise[8:], "little")
+def as_key(noise: bytes) -> bytes:
+    """A key as it is; names of any other length are hashed to one."""
+    return noise if len(noise) == KEY_BYTES else hashlib.blake2b(noise, digest_size=KEY_BYTES).digest()
+
+
+def key_words(keys: Sequence[bytes]) -> NDArray[np.uint64]:
+    """The two 64-bit words of each key, [N, 2]."""
+    return np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 2)
 
 
 def uniforms(words: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -328,3 +328,25 @@ def test_an_agent_that_cancels_everybody_is_told_by_name():
 
     with pytest.raises(RaggedRightError, match="cancelled tasks that are not its own"):
         run(cancels, sessions())
+
+
+def test_an_agent_that_changes_the_task_factory_does_not_hold_up_the_next_session():
+    async def changes(task, session):
+        asyncio.get_running_loop().set_task_factory(None)
+        await session.trajectory("1=").generate()
+        return 1.0
+
+    assert not causes(run(changes, sessions("abc"), concurrency=1, timeout=5.0))
+
+
+def test_a_reward_that_raises_what_no_number_does_ends_the_run_and_never_hangs():
+    class Odd:
+        def __float__(self) -> float:
+            raise BaseException("odd")
+
+    async def returns(task, session):
+        await session.trajectory("1=").generate()
+        return Odd()
+
+    with pytest.raises(BaseException, match="odd"):
+        run(returns, sessions("ab"))  # type: ignore[arg-type]

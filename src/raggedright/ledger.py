@@ -70,15 +70,14 @@ def close_ledger(plan: Plan, failed: Mapping[tuple[str, int], str] | None = None
     trained = _recount(plan, real)
     dropped = np.zeros(len(rows), dtype=bool)
     dropped[plan.dropped] = True
-    by_row: dict[str, Outcome] = {}
-    by_session: dict[tuple[str, int], Outcome] = {}
-    rank = (TRAINED, DROPPED, SKIPPED)  # a session is trained if one of its rows is, and so on
-    keys, prompts, sessions = rows.key, rows.prompt, rows.session.tolist()
-    for i in real.tolist():
-        outcome = TRAINED if trained[i] else DROPPED if dropped[i] else SKIPPED
-        by_row[keys[i]] = outcome
-        session = prompts[i], sessions[i]
-        by_session[session] = min(by_session.get(session, outcome), outcome, key=rank.index)
+    outcomes = (TRAINED, DROPPED, SKIPPED)  # a session is trained if one of its rows is, and so on
+    of_row = np.where(trained, 0, np.where(dropped, 1, 2))[real]
+    index = rows.session_index[real]
+    of_session = np.full(rows.num_sessions, len(outcomes))
+    np.minimum.at(of_session, index, of_row)
+    by_row = {key: outcomes[i] for key, i in zip(rows.key[real].tolist(), of_row.tolist(), strict=True)}
+    names = zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)
+    by_session = {name: outcomes[i] for name, i in zip(names, of_session[index].tolist(), strict=True)}
     for session, cause in (failed or {}).items():
         if session in by_session:
             raise RowsError(f"session {session[0]}/{session[1]} failed ({cause}) and yet has rows; leave them out")

@@ -14,7 +14,7 @@ from raggedright.rows import Rows
 
 def row_metrics(rows: Rows) -> dict[str, float]:
     """Lengths by row, and rows by session."""
-    real = rows.take(~rows.is_padding)
+    real = rows.take(~rows.is_padding) if rows.is_padding.any() else rows
     rows_of_session = np.bincount(real.session_index, minlength=real.num_sessions)
     return {
         **_spread("prompt_length", real.prompt_tokens),

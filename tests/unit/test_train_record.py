@@ -1,5 +1,7 @@
 """What a round writes down is what a report reads of it."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -7,7 +9,7 @@ from raggedright import Layout, Rows, close_ledger, make_plan
 from raggedright.report.event_fields import Fields
 from raggedright.report.run_events import Failure, RoundEvent
 from raggedright.store.protocol import SessionEntry, SessionKey
-from raggedright.train.record import _summary
+from raggedright.train.record import RunRecorder, _board, _summary
 from raggedright.train.round import RoundResult
 from raggedright.train.sealed import SealedRound
 from unit.made_runs import made_round
@@ -54,3 +56,18 @@ def test_every_key_of_a_rounds_event_is_read_and_every_key_that_is_read_is_writt
     assert (read.rows, read.sessions, read.optimizer_steps, read.reused_sessions) == (2, 3, 2, 1)
     assert read.session_outcomes == {"trained": 2, "failed (timed out)": 1}
     assert read.failed == (Failure("b", 1, "timed out"),)
+
+
+def test_every_number_of_a_round_is_in_tensorboard_at_its_round(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = RunRecorder.__new__(RunRecorder)
+    recorder.board = _board(tmp_path, 1)
+    for round in (1, 2):
+        recorder._scalars({"critic/score/mean": round / 4, "perf/rows": 7, "actor/loss": float("nan")}, round)
+    recorder.board.close()
+    (folder,) = tmp_path.iterdir()
+    found = EventAccumulator(str(folder)).Reload()
+    assert {*found.Tags()["scalars"]} == {"critic/score/mean", "perf/rows", "actor/loss"}
+    assert [(event.step, event.value) for event in found.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [event.value for event in found.Scalars("perf/rows")] == [7, 7]

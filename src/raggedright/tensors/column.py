@@ -61,10 +61,8 @@ def gather_columns(rows: Rows, fields: Sequence[Fields]) -> dict[str, Column]:
     """One column for each name that a row has, in the order of the names."""
     if len(fields) != len(rows):
         raise RowsError(f"{len(fields):,} rows have fields and {len(rows):,} have numbers; give each row both")
-    names: set[str] = set()
-    for row in fields:
-        names.update(row)
-    return {name: _gather(name, rows, [row.get(name) for row in fields]) for name in sorted(names)}
+    names = sorted(set().union(*fields))
+    return {name: _gather(name, rows, [row.get(name) for row in fields]) for name in names}
 
 
 def _gather(name: str, rows: Rows, of_rows: list[object]) -> Column:

@@ -105,10 +105,8 @@ def within(sizes: Ints) -> Ints:
 
 
 def _join(values: Sequence[object]) -> Ragged:
-    has = np.fromiter((isinstance(value, Tensor) for value in values), dtype=bool, count=len(values))
     parts = [value for value in values if isinstance(value, Tensor)]
-    sizes = np.zeros(len(values), dtype=np.int64)
-    sizes[has] = [part.size(0) for part in parts]
+    sizes = np.array([value.shape[0] if isinstance(value, Tensor) else 0 for value in values], dtype=np.int64)
     return Ragged.of(torch.cat(parts) if parts else torch.empty(0), sizes)
 
 

@@ -104,9 +104,13 @@ class RunRecorder:
                 self.board.close()
 
     def _scalars(self, metrics: Mapping[str, float], round: int) -> None:
-        if self.board is not None:
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, round)
+        if self.board is not None:  # as one event: one a number takes longer than all else that is written
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+            values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+            writer = self.board.file_writer
+            assert writer is not None
+            writer.add_summary(Summary(value=values), round)
 
     def _is_sampled(self, round: int) -> bool:
         every = self.config.logging.sample_every or max(1, self.config.train.rounds // 10)

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_obj
 
 from raggedright import Layout, Rows, close_ledger, make_plan
 from raggedright.plan.deal import lcm_multiple
-from raggedright.store.listing import entries_of, listing_of
+from raggedright.store.listing import listing_of
 from raggedright.store.protocol import NewRow, NewSession, SessionEntry, SessionKey
 from raggedright.store.rows import rows_of
 from raggedright.store.sqlite import SqliteStore
@@ -119,10 +119,10 @@ def seal_cost(folder: Path) -> SealCost:
     sent: list[object] = []
     packed = seconds_of(lambda: sent.append(_object_to_tensor(listing_of(entries), torch.device("cpu"), None)))
     tensor, size = sent[0]  # pyright: ignore[reportGeneralTypeIssues]
-    read = seconds_of(lambda: entries_of(_tensor_to_object(tensor, size, None)))
+    read = seconds_of(lambda: _tensor_to_object(tensor, size, None))
     gc.collect()
     tracemalloc.start()
-    copy = entries_of(_tensor_to_object(tensor, size, None))
+    copy = _tensor_to_object(tensor, size, None)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     made = seconds_of(lambda: rows_of(copy))
@@ -182,7 +182,7 @@ def page(plans: list[PlanCost], seal: SealCost, row_bytes: float, tokens: float,
     limits = sorted(
         (
             (8e9 / (table * response), "all rows' log-probs and masks on every rank: 8 GB", "`train/passes.py`", TABLE),
-            (4e9 / seal.bytes_held, "the list of sessions as Python objects: 4 GB a rank", "`train/sealed.py`", HELD),
+            (4e9 / seal.bytes_held, "the list of sessions in columns: 4 GB a rank", "`train/sealed.py`", HELD),
             (30 / by_row, "reading the list, plan, digest, ledger: 30 s on every rank", "`train/round.py`", SECONDS),
             (60 / seal.seconds_listed, "the first rank's listing of the store: 60 s", "`store/sqlite.py`", LISTED),
         )
@@ -213,7 +213,7 @@ def page(plans: list[PlanCost], seal: SealCost, row_bytes: float, tokens: float,
 TABLE = (
     "a smaller `train.batch_size`, more rounds; a loop of your own need exchange no tokens, only scores (GRPO, RLOO)"
 )
-HELD = "the same; a listing of arrays instead of objects would hold a tenth"
+HELD = "the same; columns that are arrays instead of lists"
 SECONDS = "plan once and send each rank its part: the plan is a pure function, so only the digest need agree"
 LISTED = "as above; `transfer_queue` where rows come from several machines"
 

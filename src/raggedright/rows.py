@@ -45,7 +45,7 @@ class Rows:
     def __post_init__(self) -> None:
         names = sorted(set(self.prompt.tolist()))
         number = {name: i for i, name in enumerate(names)}
-        prompt_index = np.fromiter((number[p] for p in self.prompt.tolist()), dtype=np.int64, count=len(self.prompt))
+        prompt_index = np.array([number[name] for name in self.prompt.tolist()], dtype=np.int64)
         by_name = np.lexsort((self.trajectory, self.session, prompt_index))
         new_session = _changes(prompt_index[by_name]) | _changes(self.session[by_name])
         twice = ~(new_session | _changes(self.trajectory[by_name]))
@@ -73,7 +73,7 @@ class Rows:
         is_padding: ArrayLike | None = None,
     ) -> "Rows":
         """Rows from one array or list per field; `loss_tokens` defaults to `response_tokens`."""
-        for i, name in enumerate(prompt):
+        for i, name in enumerate(prompt if {*map(type, prompt)} - {str} else ()):
             if not isinstance(name, str):
                 raise RowsError(f"row {i}: prompt is {name!r}; it takes a string")
         prompts = np.array([str(name) for name in prompt], dtype=object)
@@ -193,7 +193,8 @@ def _changes(values: Ints) -> Bools:
 
 
 def _counts(name: str, values: ArrayLike, num_rows: int) -> Ints:
-    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=object)
+    plain = isinstance(values, list | tuple) and {*map(type, values)} <= {int}
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=None if plain else object)
     if array.shape != (num_rows,):
         raise RowsError(f"{name} has shape {array.shape} and prompt has {num_rows} rows; give one number a row")
     if array.dtype == object:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from raggedright.store.listing import entries_of, listing_of
+from raggedright.store.listing import listing_of
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import StoreError
 from raggedright.store.rows import prune, rows_of
@@ -19,8 +19,13 @@ def test_a_listing_comes_back_from_its_columns() -> None:
     store.put(key("a", 1), [], score=0.25)
     store.put(key("b", 0), state="running")
     entries = [*store.list()]
-    assert entries_of(pickle.loads(pickle.dumps(listing_of(entries)))) == entries
-    assert entries_of(listing_of([])) == []
+    listing = listing_of(reversed(entries))
+    assert listing.entries == entries
+    assert "entries" not in vars(pickle.loads(pickle.dumps(listing)))
+    assert [*pickle.loads(pickle.dumps(listing))] == entries
+    assert listing_of(listing) is listing
+    assert [*listing_of(listing[::-1])] == entries
+    assert [*listing_of([])] == []
 
 
 def test_rows_are_those_of_finished_sessions_in_the_order_of_keys() -> None:

@@ -9,7 +9,6 @@ import torch
 from raggedright.config import Config
 from raggedright.config.load import make_config
 from raggedright.store.protocol import Key, RowEntry, SessionEntry, SessionKey
-from raggedright.store.rows import rows_of
 from raggedright.train.advantages import token_advantages, token_rewards
 from raggedright.train.round import check_any
 from raggedright.train.sealed import SealedRound
@@ -50,7 +49,7 @@ def sealed_round(scores: dict[int, float | None], rewards: dict[tuple[int, int],
         )
         state = "failed" if score is None else "finished"
         sessions.append(SessionEntry(key=key, state=state, cause="" if rows else "raised", score=score, rows=rows))
-    return SealedRound(1, sessions, [row for s in sessions for row in s.rows], rows_of(sessions))
+    return SealedRound.of(1, sessions)
 
 
 def tokens_of(sealed: SealedRound, **columns: float) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 from raggedright import Layout, Rows, close_ledger, make_plan
 from raggedright.report.event_fields import Fields
 from raggedright.report.run_events import Failure, RoundEvent
+from raggedright.store.listing import listing_of
 from raggedright.store.protocol import SessionEntry, SessionKey
 from raggedright.train.record import RunRecorder, _board, _summary
 from raggedright.train.round import RoundResult
@@ -37,7 +38,7 @@ def made_result() -> RoundResult:
         SessionEntry(key=SessionKey(1, "b", 0, 0), state="finished", cause="", score=0.0, rows=()),
         SessionEntry(key=SessionKey(1, "b", 1, 0), state="failed", cause="timed out", score=None, rows=()),
     ]
-    sealed = SealedRound(1, sessions, (), rows)
+    sealed = SealedRound(1, listing_of(sessions), rows)
     plan = make_plan(rows, Layout(dp_size=1, batch_size=2, mini_batch_size=1))
     advantages = torch.zeros(5)
     return RoundResult(sealed, plan, close_ledger(plan, sealed.failed), advantages, {"actor/lr": 0.5}, {"update": 0.1})

@@ -8,26 +8,28 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from raggedright.rows import Rows
-from raggedright.store.protocol import SessionEntry, Store, StoreError
+from raggedright.store.listing import listing_of
+from raggedright.store.protocol import SessionEntry, SessionKey, Store, StoreError
 
 
 def rows_of(entries: Iterable[SessionEntry]) -> Rows:
     """The rows of one round's finished sessions, in the order of their keys; `wait` gives a sealed round's entries."""
-    finished = sorted((entry for entry in entries if entry.state == "finished"), key=lambda entry: entry.key)
+    listing = listing_of(entries)
+    finished = [SessionKey(*key) for key, state, *_ in listing.sessions if state == "finished"]
     for before, after in pairwise(finished):
-        if before.key.round != after.key.round:
-            raise StoreError(f"{after.key}: beside rows of round {before.key.round}; plan one round at a time")
-        if before.key[:3] == after.key[:3]:
-            raise StoreError(f"{after.key}: attempt {before.key.attempt} is finished, too; plan one of them")
-    rows = [row for entry in finished for row in entry.rows]
+        if before[0] != after[0]:
+            raise StoreError(f"{after}: beside rows of round {before.round}; plan one round at a time")
+        if before[:3] == after[:3]:
+            raise StoreError(f"{after}: attempt {before.attempt} is finished, too; plan one of them")
+    said = listing.about
     return Rows.from_columns(
-        prompt=[row.key.prompt for row in rows],
-        session=[row.key.session for row in rows],
-        trajectory=[row.key.trajectory for row in rows],
-        prompt_tokens=[row.prompt_tokens for row in rows],
-        response_tokens=[row.response_tokens for row in rows],
-        loss_tokens=[row.loss_tokens for row in rows],
-        is_padding=[row.is_padding for row in rows],
+        prompt=[key[1] for key in listing.keys],
+        session=[key[2] for key in listing.keys],
+        trajectory=[key[4] for key in listing.keys],
+        prompt_tokens=said.prompt_tokens,
+        response_tokens=said.response_tokens,
+        loss_tokens=said.loss_tokens,
+        is_padding=said.is_padding,
     )
 
 

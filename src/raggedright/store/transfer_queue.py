@@ -24,7 +24,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from raggedright.store.checks import check_can_become, check_put
-from raggedright.store.listing import entries_of
 from raggedright.store.protocol import (
     Fields,
     Key,
@@ -109,7 +108,7 @@ class TransferQueueStore(Store):
         state: State | None = None,
     ) -> Sequence[SessionEntry]:
         """Sessions that match, in the order of their keys."""
-        return entries_of(self._ask("listing", round, prompt, session, state))
+        return self._ask("listing", round, prompt, session, state)
 
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
@@ -150,7 +149,7 @@ class TransferQueueStore(Store):
     def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
         """The last attempt of each of these (prompt, session) pairs, once all are finished or failed."""
         wanted = sorted({(prompt, session) for prompt, session in sessions})
-        return entries_of(self._ask("wait", round, wanted, timeout, within=timeout + self._timeout))
+        return self._ask("wait", round, wanted, timeout, within=timeout + self._timeout)
 
     def close(self) -> None:
         """Let go of the store; what was put stays, unless this one started it."""

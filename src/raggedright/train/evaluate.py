@@ -11,7 +11,10 @@ def evaluate(setup: Setup, round: int) -> dict[str, float]:
     tasks = setup.eval_tasks.of_round(1, setup.config.eval.prompts)
     with MemoryStore() as store:
         setup.runner.run(store, round=round, sessions=[(task, 0) for task in world.share(tasks)], greedy=True)
-        ended = [(entry.score or 0.0, entry.state == "failed", reports(entry)) for entry in store.list(round=round)]
+        ended = [
+            (entry.score or 0.0, entry.state == "failed", reports(entry.rows[0].tags if entry.rows else {}))
+            for entry in store.list(round=round)
+        ]
     sessions = [session for of_rank in world.gather(ended) for session in of_rank]
     return {
         "eval/score/mean": sum(score for score, _, _ in sessions) / max(1, len(sessions)),

@@ -28,6 +28,8 @@ def test_every_row_is_in_one_tree_and_sees_itself_alone(rows: list[list[int]], e
             assert sees[tree, node].nonzero().flatten().tolist() == sorted(way[: n + 1])
             assert used.setdefault(places[n], tuple(row[: n + 1])) == tuple(row[: n + 1])
     assert sees.diagonal(dim1=1, dim2=2).all()  # filling too: a softmax over nothing is no number
+    assert trees.mask().dim() == (4 if len(trees.ids) < len(rows) else 2)
+    assert int(trees.sizes.sum()) == len(used)
     assert set(trees.ids.reshape(-1)[[*({*range(trees.ids.size)} - used.keys())]].tolist()) <= {9}
 
 
@@ -38,7 +40,7 @@ def test_where_attention_costs_nothing_no_beginning_is_there_twice(rows: list[li
 
 def test_where_attention_is_dear_trees_are_small_and_where_it_is_cheap_there_is_one() -> None:
     rows = [[prompt] * 64 + [session] * 64 for prompt in range(2) for session in range(3, 11)]
-    shapes = [trees_of(rows, even_tokens).ids.shape for even_tokens in (1, 600, 10**6)]
+    shapes = [trees_of(rows, even_tokens).ids.shape for even_tokens in (1, 2_000, 10**6)]
     assert shapes[0] == (16, 128)  # no longer than the rows are, so that nothing is shared
     assert shapes[-1] == (1, 2 * 64 + 16 * 64)
     assert 128 < shapes[1][1] < shapes[-1][1]

@@ -118,7 +118,7 @@ def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
         token_id=0,
         min_row_tokens=layout.min_row_tokens,
         mrope=vision,
-        even_tokens=4 if case.order else 4_096,  # many small trees, or one
+        even_tokens=64 if case.order else 4_096,  # small trees, or one
         image_filler=image_filler(model.config) if vision else None,
     )
     return TensorBatch.of(plan, fields, infer_schema(rows, fields), collator)

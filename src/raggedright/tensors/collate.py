@@ -2,7 +2,7 @@
 
 Three layouts, one meaning. Packed: one sequence of all rows, positions restarting at each, no attention mask (the model
 derives exact block attention from the positions). Padded: one rectangle, rows on the right filled up and masked. Tree:
-a rectangle of prefix trees, most often one, with the attention mask of their branches; the last token of a row, which
+a rectangle of prefix trees, often one, with the attention mask of their branches; the last token of a row, which
 predicts nothing, is left out. Rows with media or recorded experts cannot be in a tree.
 Whatever the layout, every per-token vector is flat: the response tokens of row 0, then those of row 1, and so on, so
 that losses never see a rectangle. Nothing else reaches a model than what `Collator` makes and `forward` passes on.
@@ -178,7 +178,7 @@ class Collator:
         inputs = {
             "input_ids": torch.from_numpy(trees.ids),
             "position_ids": torch.from_numpy(trees.depth),
-            "attention_mask": trees.sees()[:, None],
+            "attention_mask": trees.mask(),
         }
         return inputs, trees.place
 

@@ -7,8 +7,8 @@ sees itself and those on its way from the root, which are the same tokens at the
 row's numbers are those of the row alone, up to the rounding of sums of another order.
 
 One tree has the fewest nodes; but each of its nodes is compared with all others, so several smaller ones that repeat a
-little can be cheaper. The trees are cut between rows, to about one size, as is cheapest by `even_tokens`, the number
-of tokens at which a model's attention costs as much as all else in it.
+little can be cheaper, down to one a row, which needs no mask of its own. The trees are cut between rows, to about one
+size, as is cheapest by `even_tokens`: at that many tokens a model's attention costs as much as all else in it.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from raggedright.arrays import Bools, Ints
 
+# What attention with a mask takes, as a multiple of plain causal attention of the same length.
+_MASK_COST = 4
+
 
 class PrefixTrees(NamedTuple):
     """Trees side by side, all filled up to the longest, and the place of every token of every row among them."""
@@ -26,6 +29,7 @@ class PrefixTrees(NamedTuple):
     ids: Ints  # [trees, nodes]
     depth: Ints  # [trees, nodes] the position in a row
     ends: Ints  # [trees, nodes] where the nodes that come after this one in some row end; of filling, at itself
+    sizes: Ints  # [trees] nodes, without filling
     place: Ints  # [rows, longest row] in the flattened ids; of no meaning behind a row's end
 
     @classmethod
@@ -65,7 +69,13 @@ class PrefixTrees(NamedTuple):
         ends.reshape(-1)[at] = last - firsts[of_node]
         place = np.empty_like(number)
         place[order] = number + np.repeat(shift, np.diff([*starts, len(order)]))[:, None]
-        return cls(ids, depths, ends, place)
+        return cls(ids, depths, ends, counts, place)
+
+    def mask(self) -> Tensor:
+        """For the model: where nodes are, [trees, nodes], if each row has a tree of its own; else `sees`."""
+        if len(self.ids) < len(self.place):
+            return self.sees()[:, None]
+        return (torch.arange(self.ids.shape[1]) < torch.from_numpy(self.sizes)[:, None]).long()
 
     def sees(self) -> Tensor:
         """[trees, nodes, nodes]: whether the first attends to the second."""
@@ -97,7 +107,8 @@ def _cut(own: list[int], sizes: list[int], even_tokens: int) -> list[int]:
             else:
                 nodes += own[row]
         longest = max(longest, nodes)
-        cost = len(starts) * longest * (even_tokens + longest)
+        pairs = longest if len(starts) < len(sizes) else longest / _MASK_COST
+        cost = len(starts) * longest * (even_tokens + pairs)
         if cost < least:
             best, least = starts, cost
         if most >= total:

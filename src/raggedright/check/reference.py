@@ -105,6 +105,8 @@ def _balance(routed: Sequence[tuple[list[Tensor], object]], layer: int, num_expe
             has_record = experts[:, layer, 0] >= 0
             logits.append(of_layers[layer][has_record])
             choices.append(experts[has_record, layer].long().flatten())
+    if not choices:
+        return torch.zeros((), dtype=torch.float64)  # nothing was recorded
     chosen = torch.cat(choices)
     share = torch.bincount(chosen, minlength=num_experts).double() / len(chosen)
     return num_experts * (share * torch.cat(logits).softmax(-1).mean(0)).sum()

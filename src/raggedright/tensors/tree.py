@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from raggedright.arrays import Bools, Ints
 
-# What attention with a mask takes, as a multiple of plain causal attention of the same length.
+# What attention with a mask takes, as a multiple of plain causal attention of the same length (on a CPU).
 _MASK_COST = 4
 
 

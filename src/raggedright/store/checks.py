@@ -122,8 +122,7 @@ def last_attempts(entries: Iterable[SessionEntry], wanted: Iterable[tuple[str, i
 
 def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> None:
     prompt, response, loss = counts = row.prompt_tokens, row.response_tokens, row.loss_tokens
-    whole = type(prompt) is type(response) is type(loss) is int
-    if not whole or not 0 <= prompt <= LARGEST or not 0 <= loss <= response <= LARGEST:
+    if not (_is_count(prompt) and _is_count(response) and _is_count(loss)) or loss > response:
         raise StoreError(
             f"{Key(*session, trajectory)}: prompt_tokens, response_tokens and loss_tokens are "
             f"{', '.join(map(str, counts))}; they take whole numbers from 0, and loss_tokens at most response_tokens"
@@ -132,8 +131,7 @@ def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> None:
         raise StoreError(f"{Key(*session, trajectory)}: is_padding is {row.is_padding!r:.80}; it takes True or False")
     for name, value in row.tags.items():
         kind = type(value)
-        fits = kind in _PLAIN_TAGS or (math.isfinite(value) if kind is float else is_text(value))  # type: ignore[arg-type]
-        if not fits or not is_text(name):
+        if not is_text(name) or not (kind in _PLAIN_TAGS or is_text(value) or _is_number(value)):
             raise StoreError(
                 f"{Key(*session, trajectory)}: tag {name} is {value!r:.80}; it takes text, a finite number, a boolean "
                 "or None"

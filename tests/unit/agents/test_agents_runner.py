@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -344,9 +345,9 @@ def test_a_reward_that_raises_what_no_number_does_ends_the_run_and_never_hangs()
         def __float__(self) -> float:
             raise BaseException("odd")
 
-    async def returns(task, session):
+    async def returns(task, session) -> Any:
         await session.trajectory("1=").generate()
         return Odd()
 
     with pytest.raises(BaseException, match="odd"):
-        run(returns, sessions("ab"))  # type: ignore[arg-type]
+        run(returns, sessions("ab"))

@@ -24,8 +24,7 @@ def test_ranks_without_a_row_have_padding_rows_too(tmp_path: Path, changes: dict
     one: dict[str, dict[str, object]] = {"train": {"batch_size": 1, "mini_batch_size": 1}, "rollout": {"n": 1}}
     config = load_config(write_run(tmp_path / "run", changes, one) / "config.toml")
     setup = set_up(config, World(0, 1, CPU))
-    sessions = run_sessions(setup, 1)
-    sealed = seal_round(setup.store, setup.world, round=1, sessions=sessions)
+    sealed = seal_round(setup.world, round=1, own=run_sessions(setup, 1), num_sessions=1)
     num_ranks = len(sealed.rows) + 2
     plan = make_plan(sealed.rows, replace(config.layout(1), dp_size=num_ranks))
     (step, *_) = plan.steps("actor")

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from raggedright.store.listing import Listing, listing_of_new
 from raggedright.store.protocol import NewRow, NewSession, SessionKey, Store
 
 CANCELLED = "cancelled"
@@ -28,12 +29,13 @@ class AttemptResult(NamedTuple):
 class SessionRecorder:
     """Attempts that have ended, and how they get into the store.
 
-    `open` has the current attempt of each session that is not final.
+    `open` has the current attempt of each session that is not final, `final` what a store lists of those that are.
     """
 
     def __init__(self, store: Store, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
         self._store, self._on_done = store, on_done
         self.open = {key[1:3]: key for key in keys}
+        self.final: list[Listing] = []
         self._ended: list[tuple[NewSession, bool]] = []  # and not put yet; whether it is the session's last attempt
         self._timer: asyncio.TimerHandle | None = None
 
@@ -53,6 +55,7 @@ class SessionRecorder:
             self._timer.cancel()
             self._timer = None
         self._store.put_all([new for new, _ in ended])
+        self.final.append(listing_of_new(new for new, is_last in ended if is_last))
         for new, is_last in ended:
             if not is_last:
                 self.open[new.key[1:3]] = new.key._replace(attempt=new.key.attempt + 1)

@@ -25,6 +25,7 @@ from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine
+from raggedright.store.listing import Listing, join_listings, listing_of
 from raggedright.store.protocol import SessionKey, Store
 
 __all__ = ["RolloutSettings", "Runner"]
@@ -55,8 +56,8 @@ class Runner:
         greedy: bool = False,
         resume: bool = False,
         on_done: OnDone | None = None,
-    ) -> None:
-        """Run all of these (task, session number) pairs until each is finished or failed in the store.
+    ) -> Listing:
+        """Run all of these (task, session number) pairs until each is finished or failed in the store; list them.
 
         With `resume`, those that the store has as finished, or as failed for good, are left as they are.
         `on_done` gets a session's key and "finished" or "failed", once its last attempt is put. In the main thread an
@@ -72,12 +73,14 @@ class Runner:
             raise RaggedRightError(
                 f"round {round}: session {twice[0]}/{twice[1]} is given twice; number them 0, 1, ..."
             )
-        next_attempt = dict.fromkeys(pairs, 0)
-        for entry in store.list(round=round):  # in the order of attempts
-            if (pair := (entry.key.prompt, entry.key.session)) in next_attempt:
-                next_attempt[pair] = entry.key.attempt + 1
-                if resume and (entry.state == "finished" or entry.key.attempt + 1 >= settings.attempts):
-                    del next_attempt[pair], pairs[pair]
+        last = {(entry.key.prompt, entry.key.session): entry for entry in store.list(round=round)}  # its last attempt
+        next_attempt, reused = dict.fromkeys(pairs, 0), []
+        for pair in pairs.keys() & last.keys():
+            entry = last[pair]
+            next_attempt[pair] = entry.key.attempt + 1
+            if resume and (entry.state == "finished" or next_attempt[pair] >= settings.attempts):
+                del next_attempt[pair], pairs[pair]
+                reused.append(entry)
         keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
         recorder = SessionRecorder(store, keys, on_done)
         new_session = partial(
@@ -92,6 +95,7 @@ class Runner:
             self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
         finally:
             self._round = None
+        return join_listings([listing_of(reused), *recorder.final])
 
     def cancel(self, *, record: bool = True) -> None:
         """End the run that is under way, if any: sessions that have not ended become failed (cancelled).

@@ -2,26 +2,37 @@
 
 A listing is the sequence of its entries. The objects, one a row, are made when somebody asks for an entry, and tags are
 read from their JSON text when somebody asks for them: a round is planned without either. A pickle has columns alone.
+Whoever puts sessions can list them without asking the store (`listing_of_new`), and listings can be joined.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import NamedTuple, overload
 
 from raggedright.store.collecting import no_collecting
-from raggedright.store.protocol import Key, RowEntry, SessionEntry, SessionKey, State, StoreError, Tag
+from raggedright.store.protocol import (
+    Key,
+    NewRow,
+    NewSession,
+    RowEntry,
+    SessionEntry,
+    SessionKey,
+    State,
+    StoreError,
+    Tag,
+)
 
 
 class About(NamedTuple):
-    """What a listing says of some rows, in columns; tags as JSON objects with commas between them."""
+    """What a listing says of some rows, in columns; their tags are a text a session, objects with commas between."""
 
     prompt_tokens: Sequence[int]
     response_tokens: Sequence[int]
     loss_tokens: Sequence[int]
     is_padding: Sequence[bool]
-    tags: str
+    tags: Sequence[str]
 
 
 SessionLine = tuple[tuple, State, str, float | None, int]
@@ -53,7 +64,7 @@ class Listing(Sequence[SessionEntry]):
     def tags(self) -> Sequence[Mapping[str, Tag]]:
         """The tags of each row."""
         try:
-            tags = json.loads(f"[{self.about.tags}]")
+            tags = json.loads(f"[{','.join(filter(None, self.about.tags))}]")
         except ValueError as error:
             raise _altered(str(error)) from error
         if len(tags) != len(self.set_of_row) or not all(type(each) is dict for each in tags):
@@ -95,20 +106,57 @@ def listing_of(entries: Iterable[SessionEntry]) -> Listing:
         if keys == sorted(keys):
             return entries
     found = sorted(entries, key=lambda entry: entry.key)
-    rows = [row for entry in found for row in entry.rows]
-    sets: dict[frozenset[str], int] = {}
-    set_of_row = [sets.setdefault(row.field_names, len(sets)) for row in rows]
+    lines: list[SessionLine] = [(tuple(e.key), e.state, e.cause, e.score, len(e.rows)) for e in found]
+    names = [row.field_names for entry in found for row in entry.rows]
+    listing = _listing(lines, [entry.rows for entry in found], names)
+    listing.entries = found
+    return listing
+
+
+def listing_of_new(sessions: Iterable[NewSession]) -> Listing:
+    """What a store lists of sessions that were put, in the order of their keys."""
+    found = sorted(sessions, key=lambda new: new.key)
+    lines: list[SessionLine] = [(tuple(new.key), new.state, new.cause, new.score, len(new.rows)) for new in found]
+    names = [tuple(row.fields) for new in found for row in new.rows]
+    return _listing(lines, [new.rows for new in found], names)
+
+
+def join_listings(listings: Sequence[Listing]) -> Listing:
+    """The sessions of all of them, in the order of their keys."""
+    lines = [line for listing in listings for line in listing.sessions]
+    order = sorted(range(len(lines)), key=lambda i: lines[i][0])
+    ends = [*accumulate(line[4] for line in lines)]
+    rows = [row for i in order for row in range(ends[i] - lines[i][4], ends[i])]
+    *counts, tags = ([*chain.from_iterable(column)] for column in zip(*(each.about for each in listings), strict=True))
+    names = [tuple(each.field_names[n]) for each in listings for n in each.set_of_row]
+    about = About(*([column[row] for row in rows] for column in counts), tags=[tags[i] for i in order])
+    return Listing([lines[i] for i in order], about, *_number([names[row] for row in rows]))
+
+
+def _listing(
+    lines: list[SessionLine],
+    of_sessions: Sequence[Sequence[NewRow | RowEntry]],
+    names: Sequence[tuple[str, ...] | frozenset[str]],
+) -> Listing:
+    rows = [*chain.from_iterable(of_sessions)]
     about = About(
         [row.prompt_tokens for row in rows],
         [row.response_tokens for row in rows],
         [row.loss_tokens for row in rows],
         [row.is_padding for row in rows],
-        json.dumps([row.tags for row in rows])[1:-1],
+        [_json([{**row.tags} for row in of_session])[1:-1] for of_session in of_sessions],
     )
-    sessions: list[SessionLine] = [(tuple(e.key), e.state, e.cause, e.score, len(e.rows)) for e in found]
-    listing = Listing(sessions, about, set_of_row, [sorted(names) for names in sets])
-    listing.entries = found
-    return listing
+    return Listing(lines, about, *_number(names))
+
+
+def _number(names: Sequence[tuple[str, ...] | frozenset[str]]) -> tuple[list[int], list[list[str]]]:
+    """The number of each row's set of field names, and these sets."""
+    sets: dict[tuple[str, ...] | frozenset[str], int] = {}
+    set_of_row = [sets.setdefault(each, len(sets)) for each in names]
+    return set_of_row, [sorted(each) for each in sets]
+
+
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # made once
 
 
 def _altered(what: str) -> StoreError:

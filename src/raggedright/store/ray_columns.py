@@ -102,7 +102,7 @@ def about(rows: Sequence[NewRow]) -> tuple[About, list[str]]:
         [row.response_tokens for row in rows],
         [row.loss_tokens for row in rows],
         [row.is_padding for row in rows],
-        ",".join(tags),
+        [",".join(tags)],
     )
     return said, tags
 

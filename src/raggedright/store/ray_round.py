@@ -116,7 +116,7 @@ def listing(sessions: Iterable[StoredSession]) -> Listing:
             [*chain.from_iterable(each.response_tokens for each in about)],
             [*chain.from_iterable(each.loss_tokens for each in about)],
             [*chain.from_iterable(each.is_padding for each in about)],
-            ",".join([each.tags for each in about if each.tags]),
+            [*chain.from_iterable(each.tags for each in about)],
         ),
         [numbers[id(row.columns)] for row in rows],
         [[*row_columns] for row_columns in shared.values()],

@@ -10,11 +10,12 @@ def evaluate(setup: Setup, round: int) -> dict[str, float]:
     world = setup.world
     tasks = setup.eval_tasks.of_round(1, setup.config.eval.prompts)
     with MemoryStore() as store:
-        setup.runner.run(store, round=round, sessions=[(task, 0) for task in world.share(tasks)], greedy=True)
-        ended = [
-            (entry.score or 0.0, entry.state == "failed", reports(entry.rows[0].tags if entry.rows else {}))
-            for entry in store.list(round=round)
-        ]
+        share = [(task, 0) for task in world.share(tasks)]
+        listing = setup.runner.run(store, round=round, sessions=share, greedy=True)
+    ended = [
+        (entry.score or 0.0, entry.state == "failed", reports(entry.rows[0].tags if entry.rows else {}))
+        for entry in listing
+    ]
     sessions = [session for of_rank in world.gather(ended) for session in of_rank]
     return {
         "eval/score/mean": sum(score for score, _, _ in sessions) / max(1, len(sessions)),

@@ -85,10 +85,10 @@ def _rounds(setup: Setup, recorder: RunRecorder, stop: Stop, first: int) -> str:
     for round in range(first, config.train.rounds + 1):
         clock = Clock()
         with clock("rollout"):
-            sessions = [] if stop.requested else run_sessions(setup, round, recorder.session_done(round))
-            if world.any(stop.requested):  # all ranks are done with their sessions after this
+            own = None if stop.requested else run_sessions(setup, round, recorder.session_done(round))
+            if world.any(stop.requested) or own is None:  # all ranks are done with their sessions after this
                 return "interrupted"
-        recorder.round(round, train_round(setup, round, sessions, clock))
+        recorder.round(round, train_round(setup, round, own, clock))
         if config.eval.every and (round % config.eval.every == 0 or round == config.train.rounds):
             recorder.evaluation(round, evaluate(setup, round))
         if round % config.checkpoint.every == 0:

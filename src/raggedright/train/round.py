@@ -18,6 +18,7 @@ from raggedright.agents.vision import IMAGE_FIELDS
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
 from raggedright.plan.plan import Plan, Role, make_plan
+from raggedright.store.listing import Listing
 from raggedright.store.protocol import RowEntry
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
@@ -48,21 +49,21 @@ class RoundResult:
     seconds: dict[str, float]
 
 
-def run_sessions(setup: Setup, round: int, on_done: OnDone | None = None) -> list[tuple[str, int]]:
-    """Run this rank's share of the round's sessions, but for those that the store has; all of them by name."""
+def run_sessions(setup: Setup, round: int, on_done: OnDone | None = None) -> Listing:
+    """Run this rank's share of the round's sessions, but for those that the store has; what became of them."""
     config = setup.config
     tasks = setup.tasks.of_round(round, config.train.batch_size)
     sessions = [(task, session) for task in tasks for session in range(config.rollout.n)]
     share = setup.world.share(sessions)
-    setup.runner.run(setup.store, round=round, sessions=share, resume=True, on_done=on_done)
-    return [(task.uid, session) for task, session in sessions]
+    return setup.runner.run(setup.store, round=round, sessions=share, resume=True, on_done=on_done)
 
 
-def train_round(setup: Setup, round: int, sessions: list[tuple[str, int]], clock: Clock) -> RoundResult:
-    """Train on the sessions that ran; the result is the same on every rank."""
+def train_round(setup: Setup, round: int, own: Listing, clock: Clock) -> RoundResult:
+    """Train on the sessions that the ranks ran, each its `own`; the result is the same on every rank."""
     config, world = setup.config, setup.world
     with clock("store"):
-        sealed = seal_round(setup.store, world, round=round, sessions=sessions)
+        num_sessions = config.train.batch_size * config.rollout.n
+        sealed = seal_round(world, round=round, own=own, num_sessions=num_sessions)
     check_any(sealed)
     scores = sealed.scores(config.rollout.on_failure)
     with clock("plan"):

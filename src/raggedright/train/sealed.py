@@ -1,7 +1,7 @@
 """A round whose sessions have all ended: what every rank plans from, the same on each of them.
 
-The first rank reads the list of sessions from the store and gives it to the others, so that a late writer cannot make
-two ranks see two rounds.
+Each rank says what became of the sessions that it ran, and all have the same whole; nobody asks the store, so that a
+late writer cannot make two ranks see two rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,10 @@ import numpy as np
 
 from raggedright.advantages import Scores
 from raggedright.rows import Rows
-from raggedright.store.listing import Listing, listing_of
-from raggedright.store.protocol import Key, RowEntry, SessionEntry, Store
+from raggedright.store.listing import Listing, join_listings
+from raggedright.store.protocol import Key, RowEntry
 from raggedright.store.rows import rows_of
-from raggedright.train.world import World
-
-SEAL_TIMEOUT = 60.0
+from raggedright.train.world import TrainError, World
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +25,6 @@ class SealedRound:
     round: int
     sessions: Listing
     rows: Rows
-
-    @classmethod
-    def of(cls, round: int, sessions: Sequence[SessionEntry]) -> "SealedRound":
-        """The round that these sessions make up."""
-        listing = listing_of(sessions)
-        return cls(round, listing, rows_of(listing))
 
     @cached_property
     def entries(self) -> list[RowEntry]:
@@ -87,7 +79,12 @@ def mean_reports(sessions: Sequence[Mapping[str, float]], *, prefix: str = "sess
     return {f"{prefix}/{name}/mean": sum(found) / len(found) for name, found in sorted(values.items())}
 
 
-def seal_round(store: Store, world: World, *, round: int, sessions: Sequence[tuple[str, int]]) -> SealedRound:
-    """Read the round on the first rank; the same on every rank. All ranks have put their sessions before."""
-    ended = listing_of(store.wait(round, sessions, timeout=SEAL_TIMEOUT)) if world.is_first else None
-    return SealedRound.of(round, world.from_first(ended))
+def seal_round(world: World, *, round: int, own: Listing, num_sessions: int) -> SealedRound:
+    """The round's sessions from what each rank has run, the same on every rank; all of them are in the store."""
+    listing = join_listings(world.gather(own))
+    if len(listing) != num_sessions:
+        raise TrainError(
+            f"round {round}: {len(listing):,} of its {num_sessions:,} sessions have ended; "
+            "please report this with the run folder"
+        )
+    return SealedRound(round, listing, rows_of(listing))

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
+from raggedright.errors import RaggedRightError
 from raggedright.store.protocol import Key, NewRow, NewSession, RowEntry, Store, StoreError
 from store.values import VALUES, bare, key, row, same, tokens
 
@@ -264,3 +266,29 @@ def test_a_trajectory_number_that_no_session_has_is_no_other_sessions_row(store:
     for trajectory in (-1, 1, 2**16, -(2**16)):
         with pytest.raises(StoreError, match="row p/1"):
             store.get([row(key("p", 1), trajectory)], ["input_ids"])
+
+
+def test_vectors_come_joined_in_the_order_asked_for(store: Store) -> None:
+    """Short rows and long ones, of sessions that were put together or not."""
+    store.put_all([NewSession(key("p", i), [tokens(2 + i, start=10 * i), tokens(3)]) for i in range(3)])
+    store.put(key("long"), [tokens(9_000, start=5)])
+    asked = [row(key("p", 2), 1), row(key("long")), row(key("p", 0)), row(key("p", 2)), row(key("p", 2), 1)]
+    for keys in (asked, [each for each in asked if each.prompt == "p"], asked[:1]):
+        whole = store.get(keys, ["rollout_log_probs", "input_ids"])
+        joined = store.get_joined(keys, ["input_ids", "rollout_log_probs"])
+        for name, (flat, sizes, starts) in joined.items():
+            values = [each[name] for each in whole]
+            assert same(flat, torch.cat(values))  # type: ignore[arg-type]
+            assert sizes.tolist() == [len(value) for value in values]  # type: ignore[arg-type]
+            assert starts.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
+    assert [*store.get_joined(asked, ["input_ids", "rollout_log_probs"])] == ["input_ids", "rollout_log_probs"]
+
+
+def test_what_cannot_be_joined_is_named(store: Store) -> None:
+    store.put(key("p"), [tokens(2), tokens(2, more=torch.ones(2, 2))])
+    store.put(key("q"), [tokens(2)])
+    with pytest.raises(RaggedRightError, match=r"p/0/1.*more is torch.float32 of shape \(2, 2\)"):
+        store.get_joined([row(key("p"), 1)], ["input_ids", "more"])
+    for missing, name in ((row(key("q")), "more"), (row(key("q"), 1), "input_ids"), (row(key("r")), "input_ids")):
+        with pytest.raises(StoreError, match=f"{missing.prompt}/0/{missing.trajectory}"):
+            store.get_joined([row(key("q")), missing], [name])

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from raggedright.store.encoding import encode
 from raggedright.store.protocol import NewSession, StoreError
 from raggedright.store.sqlite import SqliteStore
 from store.conformance import *  # noqa: F403
@@ -69,3 +71,63 @@ def test_large_fields_stand_apart_and_come_back(path: Path) -> None:
         ask = store._database.connection().execute
         assert ask("SELECT name FROM fields ORDER BY name").fetchall() == [(name,) for name in sorted(large)]
         assert ask("SELECT max(length(value)) < 300 FROM row_values").fetchone() == (1,)
+
+
+def test_short_sessions_that_are_put_together_share_blocks_of_their_kind(path: Path) -> None:
+    """And each row stays a row: it is read, updated, listed and deleted like any other."""
+    with SqliteStore(path) as store:
+        short = [NewSession(key("p", i), [tokens(3, start=i), tokens(1)]) for i in range(4)]
+        other = NewSession(key("q"), [tokens(3, more=torch.arange(2))])
+        later = NewSession(key("p", 0, round=1), [tokens(3)])
+        mixed = NewSession(key("r"), [tokens(3, text="x")])
+        store.put_all([*short, other, later, mixed, NewSession(key("s"), state="failed", cause="x")])
+        ask = store._database.connection().execute
+        blocks = "SELECT group_concat(prompt || session), b.round FROM blocks b JOIN sessions s ON s.block = b.id"
+        assert ask(f"{blocks} GROUP BY b.id").fetchall() == [("p0,p1,p2,p3", 0), ("q0", 0), ("p0", 1)]
+        assert ask("SELECT count(*) FROM row_values").fetchone() == (1,)
+        store.update({row(key("p", 2)): {"input_ids": torch.zeros(9, dtype=torch.int64), "new": torch.ones(1)}})
+        keys = [row(key("p", i), t) for i in range(4) for t in range(2)]
+        found = [each["input_ids"] for each in store.get(keys, ["input_ids"])]
+        assert same(found[4], torch.zeros(9, dtype=torch.int64))
+        assert same([*found[:4], *found[5:]], [*each_but(found, 4)])
+        assert same(store.get_joined(keys, ["input_ids"])["input_ids"].flat, torch.cat(found))  # type: ignore[arg-type]
+        with pytest.raises(StoreError, match="p/1/2"):  # which would be the next session's first
+            store.get_joined([row(key("p", 1), 2)], ["input_ids"])
+        store.delete(0)
+        assert ask("SELECT round FROM blocks").fetchall() == [(1,)]
+
+
+def each_but(found: list, left_out: int) -> list:
+    """What the rows were put with, but for one."""
+    put = [value for i in range(4) for value in (torch.arange(i, i + 4), torch.arange(2))]
+    assert len(found) == len(put)
+    return [value for i, value in enumerate(put) if i != left_out]
+
+
+def test_a_block_has_a_bound_and_a_long_session_none(path: Path) -> None:
+    with SqliteStore(path) as store:
+        store.put_all([NewSession(key("p", i), [tokens(300)]) for i in range(100)])
+        store.put(key("long"), [tokens(1_000)])
+        ask = store._database.connection().execute
+        assert ask("SELECT count(*), max(length(value)) < 140000 FROM blocks").fetchone() == (4, 1)
+        assert ask("SELECT block FROM sessions WHERE prompt = 'long'").fetchone() == (None,)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        encode({"input_ids": torch.arange(4)}),
+        encode((np.ones((1, 2), dtype=np.int64), {"input_ids": torch.arange(3)})),
+        encode((np.array([[-1, 4]]), {"input_ids": torch.arange(3)})),
+        encode((np.array([[3]]), {"input_ids": torch.arange(3)})),
+        b"nonsense",
+    ],
+    ids=["no block", "sizes", "negative", "too few rows", "no value"],
+)
+def test_an_altered_block_is_an_error(path: Path, value: bytes) -> None:
+    with SqliteStore(path) as store:
+        store.put(key(), [tokens(2), tokens(3)])
+        store._database.connection().execute("UPDATE blocks SET value = ?", (value,))
+        for read in (store.get, store.get_joined):
+            with pytest.raises(StoreError, match="altered"):
+                read([row(key(), 1)], ["input_ids"])

@@ -24,9 +24,11 @@ def run_and_kill(path: Path, seed: int, whats: list[str], chance: random.Random)
     for table in ("row_values", "fields"):
         orphans = f"SELECT count(*) FROM {table} WHERE row_id NOT IN (SELECT id FROM rows)"
         assert connection.execute(orphans).fetchone() == (0,)
-    assert connection.execute(
-        "SELECT count(*) FROM rows WHERE id NOT IN (SELECT row_id FROM row_values)"
-    ).fetchone() == (0,)
+    alone = "SELECT r.id FROM rows r JOIN sessions s ON s.id = r.session_id WHERE s.block IS NULL"
+    lost = f"SELECT count(*) FROM ({alone}) WHERE id NOT IN (SELECT row_id FROM row_values)"
+    assert connection.execute(lost).fetchone() == (0,)
+    both = "SELECT DISTINCT block, round FROM sessions WHERE block IS NOT NULL EXCEPT SELECT id, round FROM blocks"
+    assert connection.execute(both).fetchall() == []
     connection.close()
 
 

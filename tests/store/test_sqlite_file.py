@@ -235,7 +235,7 @@ def test_a_delete_that_was_killed_half_way_hides_all_and_is_completed(path: Path
             store.get([row(key("p", 1))], ["input_ids"])
         store.delete(0)
     connection = sqlite3.connect(path)
-    for table in ("sessions", "rows", "row_values", "fields", "types"):
+    for table in ("sessions", "rows", "blocks", "row_values", "fields", "types"):
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
     connection.close()
 

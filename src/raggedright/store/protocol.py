@@ -11,9 +11,12 @@ attempt, so no key is ever written twice and a late writer cannot touch what ano
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from raggedright.errors import RaggedRightError
+
+if TYPE_CHECKING:
+    from raggedright.tensors.ragged import Ragged
 
 State = Literal["running", "finished", "failed"]
 Tag = str | int | float | bool | None
@@ -141,6 +144,13 @@ class Store(Protocol):
     def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
         """These fields of these rows, in the order asked for."""
         ...
+
+    def get_joined(self, keys: Sequence[Key], fields: Sequence[str]) -> "dict[str, Ragged]":
+        """These fields of these rows, each one vector a row, joined field by field in the order asked for."""
+        from raggedright.tensors.ragged import join_vectors  # needs torch
+
+        found = self.get(keys, fields)
+        return {name: join_vectors(keys, name, [row[name] for row in found]) for name in fields}
 
     @abstractmethod
     def update(self, values: Mapping[Key, Fields]) -> None:

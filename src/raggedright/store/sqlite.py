@@ -2,7 +2,8 @@
 
 Sessions that are put together, with their rows, tags and fields, are one transaction, on disk (synchronous = FULL) when
 put returns. All that is put is encoded before the file is locked, so writers hold each other up as little as can be.
-See sqlite_schema.SCHEMA: a listing reads one table, and a row is one value (`row_encoding`), but for large fields.
+See sqlite_schema.SCHEMA: a listing reads one table; short rows share a value (`blocks`), others have one each
+(`row_encoding`), but for large fields.
 
 The surprise: delete first moves a watermark, which hides the rounds at once and for good, then takes their rows away a
 few sessions at a time, so that no writer waits long; one that is killed half-way is completed by the next. The file
@@ -20,29 +21,38 @@ from raggedright.store.encoding import encode_fields
 from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, State, Store
 from raggedright.store.sqlite_file import Database
 from raggedright.store.sqlite_list import read_entries
-from raggedright.store.sqlite_rows import (
+from raggedright.store.sqlite_put import (
     Ready,
     check_keys,
     check_round_types,
+    encode_blocks,
     encode_session,
+    put_blocks,
+    session_row,
+)
+from raggedright.store.sqlite_rows import (
+    Values,
     field_types,
     fields_of,
     find_rows,
+    join_blocks,
     list_fields,
     parts,
     read_apart,
-    session_row,
     watermark_of,
 )
+from raggedright.tensors.ragged import Ragged
 
 __all__ = ["SqliteStore"]
 
 POLL_SECONDS = 0.01
 SESSIONS_A_DELETE = 64
 
-_PUT_SESSION = """INSERT INTO sessions (id, round, prompt, session, attempt, state, cause, score, rows, fields, apart)
-  VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, cause = excluded.cause,
-  score = excluded.score, rows = excluded.rows, fields = excluded.fields, apart = excluded.apart"""
+_PUT_SESSION = """INSERT INTO sessions (id, round, prompt, session, attempt, state, cause, score, num_rows, block,
+  first, apart, rows, fields) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)
+  ON CONFLICT (id) DO UPDATE SET state = excluded.state, cause = excluded.cause, score = excluded.score,
+  num_rows = excluded.num_rows, block = excluded.block, first = excluded.first, apart = excluded.apart,
+  rows = excluded.rows, fields = excluded.fields"""
 _PUT_VALUE = "INSERT INTO row_values (row_id, value) VALUES (?, ?)"
 _PUT_FIELD = """INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, ?)
   ON CONFLICT DO UPDATE SET type = excluded.type, value = excluded.value"""
@@ -61,12 +71,15 @@ class SqliteStore(Store):
     def put_all(self, sessions: Sequence[NewSession]) -> None:
         """Record several sessions in one transaction, with one write to the disk: all of them or none."""
         ready = [encode_session(new) for new in sessions]
+        blocks = encode_blocks(ready)
         with self._database.write(_put_words(sessions)) as connection:
             ids = check_keys(connection, sessions)
             check_round_types(connection, _distinct_types(ready))
+            places = put_blocks(connection, blocks, ready)
             numbered = [*zip(ids, ready, strict=True)]
-            connection.executemany(_PUT_SESSION, [session_row(i, each) for i, each in numbered])
-            rows = [(i * MOST_ROWS + t, row) for i, each in numbered for t, row in enumerate(each.rows)]
+            put = [session_row(id_, each, places.get(i)) for i, (id_, each) in enumerate(numbered)]
+            connection.executemany(_PUT_SESSION, put)
+            rows = [(id_ * MOST_ROWS + t, row) for id_, each in numbered for t, row in enumerate(each.rows)]
             connection.executemany(_PUT_VALUE, [(row_id, row.value) for row_id, row in rows])
             apart = [(row_id, name, *field) for row_id, row in rows for name, field in row.apart.items()]
             if apart:
@@ -90,19 +103,32 @@ class SqliteStore(Store):
         names = tuple(dict.fromkeys(fields))
         answer: list[dict[str, object]] = []
         with self._database.read("get") as connection:
+            values = Values(connection)
             for part in parts(keys):  # so that the encoded rows of a large answer are never there all at once
                 found = find_rows(connection, part)
                 apart = read_apart(connection, [row.row_id for row in found if row.apart], names)
-                answer += [fields_of(key, row, names, apart) for key, row in zip(part, found, strict=True)]
+                wholes = values.of(part, found)
+                rows = zip(part, found, wholes, strict=True)
+                answer += [fields_of(key, row, whole, names, apart) for key, row, whole in rows]
         return answer
+
+    def get_joined(self, keys: Sequence[Key], fields: Sequence[str]) -> dict[str, Ragged]:
+        """These fields of these rows, joined field by field; blocks have them so."""
+        with self._database.read("get") as connection:
+            found = find_rows(connection, keys)
+            if found and all(row.block is not None and not row.apart for row in found):
+                return join_blocks(keys, found, Values(connection).blocks(found), fields)
+        return super().get_joined(keys, fields)
 
     def update(self, values: Mapping[Key, Fields]) -> None:
         """Add fields to rows that are there, all of them or none."""
         encoded = [(Key(*key), encode_fields(key, fields)) for key, fields in values.items()]
         with self._database.write(f"update of {len(encoded)} rows") as connection:
-            found = find_rows(connection, [key for key, _ in encoded])
-            for row, (key, fields) in zip(found, encoded, strict=True):
-                old = field_types(connection, key, row)
+            keys = [key for key, _ in encoded]
+            found = find_rows(connection, keys)
+            wholes = Values(connection).of(keys, found)
+            for row, whole, (key, fields) in zip(found, wholes, encoded, strict=True):
+                old = field_types(connection, row, whole)
                 for name in fields.keys() & old.keys():
                     check_replaced(key, name, old[name], fields[name].type)
                 if fields:
@@ -120,6 +146,7 @@ class SqliteStore(Store):
             connection.execute(raise_to, (min(max(round, -1), 2**63 - 1),))
             watermark = watermark_of(connection)
             connection.execute("DELETE FROM types WHERE round <= ?", (watermark,))
+            connection.execute("DELETE FROM blocks WHERE round <= ?", (watermark,))
         while self._delete_some(watermark):
             pass
 
@@ -175,8 +202,8 @@ def _distinct_types(ready: Sequence[Ready]) -> list[tuple[Key, Mapping[str, str]
     seen: dict[tuple[object, ...], tuple[Key, Mapping[str, str]]] = {}
     for each in ready:
         key = each.new.key
-        for i, row in enumerate(each.rows):
-            alike = (key.round, *row.types.items())
+        for i, types in enumerate(each.types):
+            alike = (key.round, *types.items())
             if alike not in seen:
-                seen[alike] = Key(*key, i), row.types
+                seen[alike] = Key(*key, i), types
     return [*seen.values()]

@@ -1,55 +1,50 @@
-"""What a SQLite store asks and is told: keys to rows, rows to fields, and the checks that need the file.
+"""What a SQLite store is asked: keys to rows, rows to fields.
 
 Each works inside a transaction that the caller has begun. Keys are looked up many a statement.
 """
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from sqlite3 import Connection
 from typing import NamedTuple, TypeVar
 
-from raggedright.store.checks import (
-    MOST_ROWS,
-    check_can_become,
-    check_put,
-    check_types,
-    field_missing,
-    round_deleted,
-    row_missing,
-)
+import numpy as np
+import torch
+
+from raggedright.store.blocks import Block, decode_block
+from raggedright.store.checks import MOST_ROWS, field_missing, row_missing
 from raggedright.store.encoding import decode_field, type_name
-from raggedright.store.protocol import Key, NewRow, NewSession, SessionKey, StoreError
-from raggedright.store.row_encoding import EncodedRow, decode_row, encode_row
+from raggedright.store.protocol import Key, StoreError
+from raggedright.store.row_encoding import decode_row
+from raggedright.tensors.ragged import Ragged
 
 _T = TypeVar("_T")
 KEYS_A_STATEMENT = 64
 
 # Many keys a statement; CROSS has the keys, numbered, in the outer loop.
 _FIND = """WITH k (i, round, prompt, session, attempt) AS (VALUES {})
-  SELECT k.i, s.id, s.state FROM k CROSS JOIN sessions s USING (round, prompt, session, attempt)"""
-_GET = f"""WITH k (i, round, prompt, session, attempt, trajectory) AS (VALUES {{}})
-  SELECT k.i, s.state, s.apart, v.row_id, v.value
-  FROM k CROSS JOIN sessions s USING (round, prompt, session, attempt)
-  LEFT JOIN row_values v
-    ON v.row_id = s.id * {MOST_ROWS} + k.trajectory AND k.trajectory BETWEEN 0 AND {MOST_ROWS - 1}"""
+  SELECT k.i, s.id, s.state, s.num_rows, s.apart, s.block, s.first
+  FROM k CROSS JOIN sessions s USING (round, prompt, session, attempt)"""
 
 
-class Ready(NamedTuple):
-    """A session to put, encoded."""
+class FoundSession(NamedTuple):
+    """A session as the file has it, without what a listing says."""
 
-    new: NewSession
-    rows: list[EncodedRow]
-    listed: str
-    field_names: str
+    id: int
+    state: str
+    num_rows: int
+    apart: bool
+    block: int | None
+    first: int | None
 
 
 class Found(NamedTuple):
-    """A row as the file has it."""
+    """A row as the file has it: its place in a block, or a value of its own."""
 
     row_id: int
     apart: bool
-    value: bytes
+    block: int | None
+    place: int
 
 
 def watermark_of(connection: Connection) -> int:
@@ -60,60 +55,89 @@ def watermark_of(connection: Connection) -> int:
     return found[0]
 
 
-def encode_session(new: NewSession) -> Ready:
-    """A session that can be put, whatever the store holds, as the file takes it."""
-    check_put(new)
-    rows = [encode_row(Key(*new.key, i), row.fields) for i, row in enumerate(new.rows)]
-    lists: dict[tuple[str, ...], int] = {}  # of field names, most often one
-    listed = [[*_counts(row), dict(row.tags), lists.setdefault(tuple(row.fields), len(lists))] for row in new.rows]
-    return Ready(new, rows, _json(listed), _names(tuple(lists)))
-
-
-def session_row(session_id: int, ready: Ready) -> tuple[object, ...]:
-    """What table sessions has of it."""
-    key, _, state, cause, score = ready.new
-    apart = int(any(row.apart for row in ready.rows))
-    return session_id, *key, state, cause, score, ready.listed, ready.field_names, apart
-
-
-def check_keys(connection: Connection, sessions: Sequence[NewSession]) -> list[int]:
-    """The id of each session, new or known; refused where its round is gone or it cannot become what is put."""
-    watermark = watermark_of(connection)
-    known: dict[SessionKey, tuple[int, str]] = {}
-    for part in parts([new.key for new in sessions]):
+def find_sessions(connection: Connection, keys: Sequence[tuple]) -> dict[tuple, FoundSession]:
+    """Those of these sessions that are there."""
+    known: dict[tuple, FoundSession] = {}
+    for part in parts(keys):
         values = [value for i, key in enumerate(part) for value in (i, *key)]
-        for i, session_id, state in connection.execute(_FIND.format(_places(len(part), 5)), values):
-            known[part[i]] = session_id, state
-    (next_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM sessions").fetchone()
-    ids = []
-    for new in sessions:
-        if new.key.round <= watermark:
-            raise round_deleted(str(new.key), watermark)
-        session_id, before = known.get(new.key, (next_id, None))
-        check_can_become(new.key, before, new.state)
-        known[new.key] = session_id, new.state
-        next_id += before is None
-        ids.append(session_id)
-    return ids
+        for i, *found in connection.execute(_FIND.format(_places(len(part), 5)), values):
+            known[part[i]] = FoundSession(*found)
+    return known
 
 
 def find_rows(connection: Connection, keys: Sequence[Key]) -> list[Found]:
-    """Rows that are all there, in the order of the keys."""
+    """Where rows are, in the order of the keys; all of them are there."""
     watermark = watermark_of(connection)
+    sessions = find_sessions(connection, [*dict.fromkeys([key[:4] for key in keys])])
     rows: list[Found] = []
-    for part in parts(keys):
-        states: list[str | None] = [None] * len(part)
-        found: list[Found | None] = [None] * len(part)
-        values = [value for i, key in enumerate(part) for value in (i, *key)]
-        for i, state, apart, row_id, value in connection.execute(_GET.format(_places(len(part), 6)), values):
-            states[i] = state
-            if row_id is not None:
-                found[i] = Found(row_id, apart, value)
-        for key, state, row in zip(part, states, found, strict=True):
-            if row is None or key[0] <= watermark:
-                raise row_missing(Key(*key), state, watermark)
-            rows.append(row)
+    for key in keys:
+        session, trajectory = sessions.get(key[:4]), key[4]
+        if session is None or key[0] <= watermark or not 0 <= trajectory < session.num_rows:
+            raise row_missing(Key(*key), session.state if session else None, watermark)
+        session_id, _, _, apart, block, first = session
+        rows.append(Found(session_id * MOST_ROWS + trajectory, apart, block, (first or 0) + trajectory))
     return rows
+
+
+class Values:
+    """The values of rows that were found; the blocks of the last ones are kept, for neighbours share one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._blocks: dict[int, Block] = {}
+
+    def blocks(self, rows: Sequence[Found]) -> dict[int, Block]:
+        """The blocks that these rows are in."""
+        read = "SELECT value FROM blocks WHERE id = ?"
+        numbers = dict.fromkeys([row.block for row in rows if row.block is not None])
+        known, self._blocks = self._blocks, {}
+        for number in numbers:
+            if number not in known:
+                found = self._connection.execute(read, (number,)).fetchone()
+                known[number] = decode_block(number, found[0] if found else None)
+            self._blocks[number] = known[number]
+        return self._blocks
+
+    def of(self, keys: Sequence[Key], rows: Sequence[Found]) -> list[Mapping[str, object]]:
+        """The fields of rows, but for those that stand apart."""
+        blocks = self.blocks(rows)
+        alone = [row.row_id for row in rows if row.block is None]
+        read = f"SELECT row_id, value FROM row_values WHERE row_id IN ({','.join('?' * len(alone))})"
+        values = dict(self._connection.execute(read, alone).fetchall()) if alone else {}
+        found: list[Mapping[str, object]] = []
+        for key, row in zip(keys, rows, strict=True):
+            if row.block is None:
+                found.append(decode_row(key, values.get(row.row_id)))
+            elif row.place < blocks[row.block].num_rows:
+                found.append(blocks[row.block].row(row.place))
+            else:
+                raise StoreError(f"{key}: block {row.block} has no such row; the file was altered")
+        return found
+
+
+def join_blocks(
+    keys: Sequence[Key], rows: Sequence[Found], blocks: Mapping[int, Block], names: Sequence[str]
+) -> dict[str, Ragged]:
+    """These fields of rows that are all in blocks, joined field by field."""
+    counts = np.array([block.num_rows for block in blocks.values()])
+    which = {number: i for i, number in enumerate(blocks)}
+    block = np.array([which[row.block] for row in rows if row.block is not None])
+    place = np.array([row.place for row in rows])
+    if (wrong := np.flatnonzero(place >= counts[block])).size:
+        raise StoreError(f"{keys[wrong[0]]}: its block has no such row; the file was altered")
+    at = (np.cumsum(counts) - counts)[block] + place
+    joined = {}
+    for name in names:
+        for i, each in enumerate(blocks.values()):
+            if name not in each.vectors:
+                raise field_missing(keys[int((block == i).argmax())], name)
+        sizes = np.concatenate([each.sizes[name] for each in blocks.values()])
+        vectors = [each.vectors[name] for each in blocks.values()]
+        if len({vector.dtype for vector in vectors}) > 1:
+            raise StoreError(f"{keys[0]}: field {name} is not of one dtype in all rows; ask for one round at a time")
+        flat = torch.cat(vectors)
+        joined[name] = Ragged.of(Ragged.of(flat, sizes).take(at), sizes[at])
+    return joined
 
 
 def read_apart(connection: Connection, row_ids: Sequence[int], names: Sequence[str]) -> dict[tuple[int, str], bytes]:
@@ -122,9 +146,10 @@ def read_apart(connection: Connection, row_ids: Sequence[int], names: Sequence[s
     return {(row_id, name): value for row_id in row_ids for name, value in connection.execute(wanted, (row_id, *names))}
 
 
-def fields_of(key: Key, row: Found, names: Sequence[str], apart: Mapping[tuple[int, str], bytes]) -> dict[str, object]:
-    """A row's fields; what stands apart is newer than what its one value has."""
-    whole = decode_row(key, row.value)
+def fields_of(
+    key: Key, row: Found, whole: Mapping[str, object], names: Sequence[str], apart: Mapping[tuple[int, str], bytes]
+) -> dict[str, object]:
+    """A row's fields; what stands apart is newer than what its value has."""
     if not row.apart and all(name in whole for name in names):
         return {name: whole[name] for name in names}
     answer = {}
@@ -138,10 +163,10 @@ def fields_of(key: Key, row: Found, names: Sequence[str], apart: Mapping[tuple[i
     return answer
 
 
-def field_types(connection: Connection, key: Key, row: Found) -> dict[str, str]:
+def field_types(connection: Connection, row: Found, whole: Mapping[str, object]) -> dict[str, str]:
     """The type of each field that a row has."""
     apart = connection.execute("SELECT name, type FROM fields WHERE row_id = ?", (row.row_id,)).fetchall()
-    return {**{name: type_name(value) for name, value in decode_row(key, row.value).items()}, **dict(apart)}
+    return {**{name: type_name(value) for name, value in whole.items()}, **dict(apart)}
 
 
 def list_fields(connection: Connection, row_id: int, names: Collection[str]) -> None:
@@ -154,39 +179,13 @@ def list_fields(connection: Connection, row_id: int, names: Collection[str]) -> 
         lists.append(wanted)
     rows[trajectory][5] = lists.index(wanted)
     change = "UPDATE sessions SET rows = ?, fields = ?, apart = 1 WHERE id = ?"
-    connection.execute(change, (_json(rows), _json(lists), session_id))
+    connection.execute(change, (json.dumps(rows), json.dumps(lists), session_id))
 
 
-def check_round_types(connection: Connection, of_rows: Sequence[tuple[Key, Mapping[str, str]]]) -> None:
-    """Compare fields with the types of their rounds, and record the new ones."""
-    for round in sorted({key.round for key, _ in of_rows}):
-        known = dict(connection.execute("SELECT name, type FROM types WHERE round = ?", (round,)).fetchall())
-        types = dict(known)
-        for key, of_row in of_rows:
-            if key.round == round:
-                check_types(types, key, of_row)
-        new = [(round, name, type_) for name, type_ in types.items() if name not in known]
-        if new:
-            connection.executemany("INSERT INTO types VALUES (?, ?, ?)", new)
-
-
-def parts(items: Sequence[_T]) -> list[Sequence[_T]]:
+def parts(items: Sequence[_T]) -> list[list[_T]]:
     """As many at a time as a statement takes."""
-    return [items[start : start + KEYS_A_STATEMENT] for start in range(0, len(items), KEYS_A_STATEMENT)]
+    return [[*items[start : start + KEYS_A_STATEMENT]] for start in range(0, len(items), KEYS_A_STATEMENT)]
 
 
 def _places(count: int, width: int) -> str:
     return ",".join([f"({','.join('?' * width)})"] * count)
-
-
-@lru_cache(maxsize=256)
-def _names(lists: tuple[tuple[str, ...], ...]) -> str:
-    """Lists of field names as JSON; a run's rows have the same few."""
-    return _json([sorted(names) for names in lists])
-
-
-def _counts(row: NewRow) -> tuple[int, int, int, int]:
-    return row.prompt_tokens, row.response_tokens, row.loss_tokens, int(row.is_padding)
-
-
-_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # made once

@@ -15,23 +15,26 @@ from raggedright.store.checks import MOST_ROWS
 from raggedright.store.protocol import StoreError
 
 APPLICATION_ID = 0x52476474  # "RGdt", at byte 68 of the file
-FORMAT = 3  # the user_version, at byte 60
+FORMAT = 4  # the user_version, at byte 60
 PAGE_SIZE = 16_384
 
 SCHEMA = (
     # format; deleted_round: this round and those before it are gone, whatever rows of theirs are still here
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID",
-    # rows: a JSON list with a list a row, see the view rows; fields: the lists of field names that its rows have;
-    # apart: whether some of its rows' fields are in table fields
+    # block, first: where its rows begin, if they share a block; apart: whether some of their fields are in table fields
+    # rows: a JSON list with a list a row, see the view rows; fields: the lists of field names that its rows have
     """CREATE TABLE sessions (
   id INTEGER PRIMARY KEY,
   round INTEGER NOT NULL, prompt TEXT NOT NULL, session INTEGER NOT NULL, attempt INTEGER NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('running', 'finished', 'failed')),
   cause TEXT NOT NULL,
   score REAL,
+  num_rows INTEGER NOT NULL,
+  block INTEGER,
+  first INTEGER,
+  apart INTEGER NOT NULL,
   rows TEXT NOT NULL,
   fields TEXT NOT NULL,
-  apart INTEGER NOT NULL,
   UNIQUE (round, prompt, session, attempt)
 ) STRICT""",
     f"""CREATE VIEW rows AS
@@ -43,7 +46,9 @@ SCHEMA = (
   FROM sessions s, json_each(s.rows) r""",
     """CREATE VIEW tags AS
   SELECT rows.id AS row_id, tag.key AS name, tag.value AS value FROM rows, json_each(rows.tags) AS tag""",
-    # value: a dict of a row's fields, as raggedright.store.encoding says
+    # value: the rows of sessions of one round by field, as raggedright.store.blocks says
+    "CREATE TABLE blocks (id INTEGER PRIMARY KEY, round INTEGER NOT NULL, value BLOB NOT NULL) STRICT",
+    # of rows that are in no block; value: a dict of a row's fields, as raggedright.store.encoding says
     "CREATE TABLE row_values (row_id INTEGER PRIMARY KEY, value BLOB NOT NULL) STRICT",
     # fields that are not in their row's value, or replaced there: large ones, and those of an update
     """CREATE TABLE fields (

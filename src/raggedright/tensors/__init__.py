@@ -9,6 +9,7 @@ from raggedright.tensors.media import image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.padding import PaddingRow, padding_rows, padding_token_id
 from raggedright.tensors.parallel import sum_gradients, sum_in_backward, sum_metrics
+from raggedright.tensors.ragged import Ragged
 from raggedright.tensors.row_tokens import RowTokens
 from raggedright.tensors.schema import Fields, Kind, Schema, infer_schema
 
@@ -18,6 +19,7 @@ __all__ = [
     "Kind",
     "MicroBatch",
     "PaddingRow",
+    "Ragged",
     "RowTokens",
     "Schema",
     "Sums",

@@ -4,9 +4,10 @@ Invariants: position p of a plan is row p here, on every rank; a rank needs the 
 of no other; a micro-batch's weights are the plan's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from raggedright.plan.plan import Plan
 from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.padding import padding_rows
+from raggedright.tensors.ragged import Ragged, join
 from raggedright.tensors.row_tokens import RowTokens
 from raggedright.tensors.schema import Fields, Schema
 
@@ -40,8 +42,19 @@ class TensorBatch:
         return self.tokens.fields
 
     @classmethod
-    def of(cls, plan: Plan, fields: Sequence[Fields], schema: Schema, collator: Collator) -> "TensorBatch":
-        """The fields of the plan's rows, in their order, and padding rows made from the schema."""
+    def of(
+        cls,
+        plan: Plan,
+        fields: Sequence[Fields],
+        schema: Schema,
+        collator: Collator,
+        *,
+        joined: Mapping[str, Ragged] | None = None,
+    ) -> "TensorBatch":
+        """The fields of the plan's rows, in their order, and padding rows made from the schema.
+
+        `joined` has fields that are joined already; what other ranks have is empty there.
+        """
         if len(fields) != len(plan.rows):
             raise RowsError(
                 f"{len(fields):,} rows have fields and {len(plan.rows):,} are planned; give each row its own"
@@ -55,8 +68,9 @@ class TensorBatch:
         padding = padding_rows(
             schema, plan.num_padding_rows, token_id=collator.token_id, min_row_tokens=layout.min_row_tokens
         )
-        tokens = RowTokens(plan.padded_rows, [*fields, *(row.fields for row in padding)])
-        return cls(plan, tokens, collator)
+        more = [row.fields for row in padding]
+        vectors = {name: _with_padding(ragged, [row[name] for row in more]) for name, ragged in (joined or {}).items()}
+        return cls(plan, RowTokens(plan.padded_rows, [*fields, *more], vectors), collator)
 
     def micro_batches(self, step: Step, dp_rank: int, names: Sequence[str] = ()) -> Iterator[tuple[Ints, MicroBatch]]:
         """Positions and tensors of each micro-batch of a rank, slot by slot."""
@@ -75,3 +89,9 @@ class TensorBatch:
         more = int(self.rows.response_tokens[len(self.plan.rows) :].sum())
         zeros = flat.new_zeros(more, *flat.shape[1:])
         return TensorBatch(self.plan, self.tokens.with_responses(name, torch.cat((flat, zeros))), self.collator)
+
+
+def _with_padding(real: Ragged, padding: Sequence[object]) -> Ragged:
+    more = join(padding)
+    flat = torch.cat((real.flat, more.flat.to(real.flat.dtype)))
+    return Ragged.of(flat, np.append(real.sizes, more.sizes))

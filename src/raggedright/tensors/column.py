@@ -16,6 +16,7 @@ from torch import Tensor
 from raggedright.arrays import Ints
 from raggedright.errors import RowsError
 from raggedright.rows import Rows
+from raggedright.tensors.ragged import Ragged
 
 Fields = Mapping[str, object]
 """What a row carries beside its numbers: name -> tensor or any other value."""
@@ -63,6 +64,14 @@ def gather_columns(rows: Rows, fields: Sequence[Fields]) -> dict[str, Column]:
         raise RowsError(f"{len(fields):,} rows have fields and {len(rows):,} have numbers; give each row both")
     names = sorted(set().union(*fields))
     return {name: _gather(name, rows, [row.get(name) for row in fields]) for name in names}
+
+
+def joined_column(name: str, rows: Rows, ragged: Ragged) -> Column:
+    """The column of a field that every row has, joined already."""
+    if len(ragged.sizes) != len(rows):
+        raise RowsError(f"field {name} is joined of {len(ragged.sizes):,} rows and {len(rows):,} have numbers")
+    tensors = [*ragged.flat.split(ragged.sizes.tolist())]
+    return Column(name, rows, np.arange(len(rows)), tensors, tensors, ragged.sizes[:, None])
 
 
 def _gather(name: str, rows: Rows, of_rows: list[object]) -> Column:

@@ -4,9 +4,8 @@ A field is joined when it is first asked for. A row that another rank has carrie
 asks for a row without the field, or with another number of tokens than the row has, gets an error that names it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,41 +15,26 @@ from raggedright.arrays import Ints
 from raggedright.errors import RowsError
 from raggedright.rows import Rows
 from raggedright.tensors.column import Fields
+from raggedright.tensors.ragged import Ragged, join, within
+
+__all__ = ["Ragged", "RowTokens", "tensor_of", "within"]
 
 _MORE = ("position_ids", "multi_modal_inputs", "routed_experts")
 
 
-class Ragged(NamedTuple):
-    """Rows that stand one after another in a long vector."""
-
-    flat: Tensor
-    sizes: Ints
-    starts: Ints
-
-    @classmethod
-    def of(cls, flat: Tensor, sizes: Ints) -> "Ragged":
-        """A vector with the sizes of its rows."""
-        return cls(flat, sizes, np.cumsum(sizes) - sizes)
-
-    def take(self, at: Ints) -> Tensor:
-        """These rows, one after another."""
-        sizes = self.sizes[at]
-        return self.flat[torch.from_numpy(np.repeat(self.starts[at], sizes) + within(sizes))]
-
-
 class RowTokens:
-    """The numbers and the tensors of rows; `fields` holds one mapping a row."""
+    """The numbers and the tensors of rows; `fields` holds one mapping a row, `joined` what is joined already."""
 
-    def __init__(self, rows: Rows, fields: Sequence[Fields]) -> None:
+    def __init__(self, rows: Rows, fields: Sequence[Fields], joined: Mapping[str, Ragged] | None = None) -> None:
         self.rows, self.fields = rows, fields
         self.has_more = any(not row.keys().isdisjoint(_MORE) for row in fields)  # than vectors by token
-        self._joined: dict[str, Ragged] = {}
+        self._joined: dict[str, Ragged] = {**(joined or {})}
 
     @property
     def mask_name(self) -> str:
         """The field that says which response tokens carry loss."""
         first = next((row for row in self.fields if row), {})
-        return "loss_mask" if "loss_mask" in first else "response_mask"
+        return "loss_mask" if "loss_mask" in first or "loss_mask" in self._joined else "response_mask"
 
     def sequences(self, at: Ints) -> Tensor:
         """The token ids of these rows: `input_ids`, or `prompts` and `responses`."""
@@ -61,7 +45,7 @@ class RowTokens:
     def responses(self, name: str, at: Ints) -> Tensor:
         """A field by response token of these rows."""
         if name not in self._joined:
-            self._joined[name] = _join([row.get(name) for row in self.fields])
+            self._joined[name] = join([row.get(name) for row in self.fields])
         return self._take(name, at, self.rows.response_tokens[at], "response")
 
     def with_responses(self, name: str, flat: Tensor) -> "RowTokens":
@@ -96,18 +80,7 @@ class RowTokens:
             if isinstance(given, Tensor) and given.dim() == 1 and (given != torch.arange(len(given))).any():
                 key = self.rows.key[i]
                 raise RowsError(f"row {key}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
-        return _join(ids)
-
-
-def within(sizes: Ints) -> Ints:
-    """0, 1, ... anew for each of some runs of these sizes."""
-    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-
-
-def _join(values: Sequence[object]) -> Ragged:
-    parts = [value for value in values if isinstance(value, Tensor)]
-    sizes = np.array([value.shape[0] if isinstance(value, Tensor) else 0 for value in values], dtype=np.int64)
-    return Ragged.of(torch.cat(parts) if parts else torch.empty(0), sizes)
+        return join(ids)
 
 
 def tensor_of(fields: Fields, name: str) -> Tensor:

@@ -26,6 +26,7 @@ from raggedright.tensors.column import (
     check_lengths,
     check_loss_mask,
     gather_columns,
+    joined_column,
 )
 from raggedright.tensors.kinds import (
     FIRST_OR_LAST,
@@ -36,6 +37,7 @@ from raggedright.tensors.kinds import (
     infer_kind,
     token_lengths,
 )
+from raggedright.tensors.ragged import Ragged
 
 __all__ = ["Field", "Fields", "Kind", "Schema", "infer_schema"]
 
@@ -73,10 +75,15 @@ def infer_schema(
     declared: Mapping[str, Kind | str] | None = None,
     known: Schema | None = None,
     required: Collection[str] = (),
+    joined: Mapping[str, Ragged] | None = None,
 ) -> Schema:
-    """The schema of a batch, all of its fields checked; `known` is the schema of the run so far."""
+    """The schema of a batch, all of its fields checked; `known` is the schema of the run so far.
+
+    `joined` has fields that every row has, as vectors that are joined already.
+    """
     kinds = {name: declared_kind(name, kind) for name, kind in (declared or {}).items()}
     columns = gather_columns(rows, fields)
+    columns |= {name: joined_column(name, rows, ragged) for name, ragged in (joined or {}).items()}
     if known is not None and not len(rows):
         return known
     _check_required(rows, columns, required)

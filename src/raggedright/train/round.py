@@ -15,6 +15,7 @@ from torch import Tensor
 from raggedright.advantages import Scores
 from raggedright.agents.recorder import OnDone
 from raggedright.agents.vision import IMAGE_FIELDS
+from raggedright.arrays import Ints
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
 from raggedright.plan.plan import Plan, Role, make_plan
@@ -102,16 +103,20 @@ def check_any(sealed: SealedRound) -> None:
 
 def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
     """This rank's rows from the store, and padding rows like them; a rank without a row looks at the first one."""
-    keys = sealed.keys
-    own = own_positions(plan, setup.world.dp_rank) or [*range(len(keys))][:1]
-    found = setup.store.get([keys[p] for p in own], (*ROW_FIELDS, *(IMAGE_FIELDS if setup.vision else ())))
-    fields: list[Fields] = [{} for _ in keys]
+    own = own_positions(plan, setup.world.dp_rank)
+    if not len(own):
+        own = np.arange(min(len(sealed.rows), 1))
+    keys = [sealed.keys[p] for p in own.tolist()]
+    vectors = setup.store.get_joined(keys, ROW_FIELDS)
+    media = setup.store.get(keys, IMAGE_FIELDS) if setup.vision else [{} for _ in keys]
     if setup.experts:
-        found = _with_routing(setup, [sealed.entries[p] for p in own], found)
-    for p, row in zip(own, found, strict=True):
+        media = _with_routing(setup, [sealed.entries[p] for p in own.tolist()], media)
+    schema = infer_schema(sealed.rows.take(own), media, joined=vectors) if len(own) else Schema({})
+    fields: list[Fields] = [{} for _ in sealed.keys]
+    for p, row in zip(own.tolist(), media, strict=True):
         fields[p] = row
-    schema = infer_schema(sealed.rows.take(np.array(own, dtype=np.int64)), found) if own else Schema({})
-    return TensorBatch.of(plan, fields, schema, setup.collator)
+    joined = {name: ragged.spread(own, len(fields)) for name, ragged in vectors.items()}
+    return TensorBatch.of(plan, fields, schema, setup.collator, joined=joined)
 
 
 def _with_routing(setup: Setup, entries: Sequence[RowEntry], found: Sequence[Fields]) -> list[Fields]:
@@ -123,14 +128,14 @@ def _with_routing(setup: Setup, entries: Sequence[RowEntry], found: Sequence[Fie
     return rows
 
 
-def own_positions(plan: Plan, dp_rank: int) -> list[int]:
-    """The real rows that a rank runs, in any role."""
-    own: set[int] = set()
+def own_positions(plan: Plan, dp_rank: int) -> Ints:
+    """The real rows that a rank runs, in any role, in ascending order."""
+    own = np.zeros(len(plan.padded_rows), dtype=bool)
     for steps in plan.roles.values():
         for step in steps:
             bounds = step.bounds[dp_rank * step.num_slots], step.bounds[(dp_rank + 1) * step.num_slots]
-            own.update(step.row[slice(*bounds)].tolist())
-    return sorted(p for p in own if p < len(plan.rows))
+            own[step.row[slice(*bounds)]] = True
+    return np.flatnonzero(own[: len(plan.rows)])
 
 
 def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat], dict[str, float]]:

@@ -14,6 +14,7 @@ Standard deviations are those of a sample (n - 1). `gae` is computed per token, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, get_args
 
 import numpy as np
@@ -46,7 +47,7 @@ class Scores:
         named = list(zip(scores.prompt.tolist(), scores.session.tolist(), scores.score.tolist(), strict=True))
         seen: set[tuple[str, int]] = set()
         for prompt_name, number, value in named:
-            if not np.isfinite(value):
+            if not isfinite(value):
                 raise RowsError(
                     f"session {prompt_name}/{number}: score is {value}; it takes a finite number: "
                     "mend the reward, or report the session as failed"

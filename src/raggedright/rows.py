@@ -143,6 +143,8 @@ class Rows:
 
     def with_padding(self, count: int, tokens: int) -> "Rows":
         """These rows, then `count` padding rows of `tokens` tokens whose prompts are unlike any real one."""
+        if not count:
+            return self
         prefix = PADDING_GROUP
         while any(name.startswith(prefix) for name in self.prompt.tolist()):
             prefix = f"<{prefix}>"

@@ -7,6 +7,8 @@ checkpoint contains it.
 from collections.abc import Iterable
 from itertools import pairwise
 
+import numpy as np
+
 from raggedright.rows import Rows
 from raggedright.store.listing import listing_of
 from raggedright.store.protocol import SessionEntry, SessionKey, Store, StoreError
@@ -21,11 +23,11 @@ def rows_of(entries: Iterable[SessionEntry]) -> Rows:
             raise StoreError(f"{after}: beside rows of round {before.round}; plan one round at a time")
         if before[:3] == after[:3]:
             raise StoreError(f"{after}: attempt {before.attempt} is finished, too; plan one of them")
-    said = listing.about
+    said, num_rows = listing.about, np.array([line[4] for line in listing.sessions], dtype=np.int64)
     return Rows.from_columns(
-        prompt=[key[1] for key in listing.keys],
-        session=[key[2] for key in listing.keys],
-        trajectory=[key[4] for key in listing.keys],
+        prompt=np.array([line[0][1] for line in listing.sessions], dtype=object).repeat(num_rows),
+        session=np.array([line[0][2] for line in listing.sessions], dtype=np.int64).repeat(num_rows),
+        trajectory=np.arange(num_rows.sum()) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows),
         prompt_tokens=said.prompt_tokens,
         response_tokens=said.response_tokens,
         loss_tokens=said.loss_tokens,

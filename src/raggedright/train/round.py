@@ -111,7 +111,8 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
     media = setup.store.get(keys, IMAGE_FIELDS) if setup.vision else [{} for _ in keys]
     if setup.experts:
         media = _with_routing(setup, [sealed.entries[p] for p in own.tolist()], media)
-    schema = infer_schema(sealed.rows.take(own), media, joined=vectors) if len(own) else Schema({})
+    rows = sealed.rows if len(own) == len(sealed.rows) else sealed.rows.take(own)
+    schema = infer_schema(rows, media, joined=vectors) if len(own) else Schema({})
     fields: list[Fields] = [{} for _ in sealed.keys]
     for p, row in zip(own.tolist(), media, strict=True):
         fields[p] = row

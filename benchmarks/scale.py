@@ -11,7 +11,7 @@ import gc
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from itertools import pairwise
@@ -19,19 +19,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object  # what broadcast_object_list sends
+from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object  # what all_gather_object sends
 
 from raggedright import Layout, Rows, close_ledger, make_plan
 from raggedright.plan.deal import lcm_multiple
-from raggedright.store.listing import listing_of
-from raggedright.store.protocol import NewRow, NewSession, SessionEntry, SessionKey
+from raggedright.store.listing import Listing, join_listings, listing_of_new
+from raggedright.store.protocol import NewRow, NewSession, SessionKey
 from raggedright.store.rows import rows_of
 from raggedright.store.sqlite import SqliteStore
 from raggedright.train.passes import TokenTable
 
 ROOT = Path(__file__).parents[1]
 SIZES, DP_SIZES = (1_000, 16_000, 128_000, 1_000_000), (8, 64, 512, 4_096)
-SEALED_ROWS, STORED_ROWS = 64_000, 2_000
+SEALED_ROWS, STORED_ROWS, SEALING = 64_000, 2_000, 8  # ranks that a list is sealed from
 SESSIONS, MEAN_ROWS, NUM_STEPS, CAP = 8, 2, 4, 16_384
 PROMPT_TOKENS, MEAN_TOKENS = 300, 2_000
 LINK = 10e9  # bytes a second between ranks, assumed
@@ -107,50 +107,47 @@ def plan_cost(rows: Rows, dp_size: int) -> PlanCost:
     )  # fmt: skip
 
 
-def seal_cost(folder: Path) -> SealCost:
-    """A listing of `SEALED_ROWS` rows out of a SQLite store, sent as `World.from_first` sends it."""
+def seal_cost() -> SealCost:
+    """A listing of `SEALED_ROWS` rows, each made by one of `SEALING` ranks and sent as `World.gather` sends it."""
     rows = made_up_rows(SEALED_ROWS)
-    with SqliteStore(folder / "rows.db") as store:
-        _put(store, rows, lambda tokens, response: {"input_ids": torch.zeros(0, dtype=torch.int64)})
-    with SqliteStore(folder / "rows.db") as store:
-        found: list[Sequence[SessionEntry]] = []
-        listed = seconds_of(lambda: found.append(store.list(round=0)))
-    entries = found[0]
-    sent: list[object] = []
-    packed = seconds_of(lambda: sent.append(_object_to_tensor(listing_of(entries), torch.device("cpu"), None)))
-    tensor, size = sent[0]  # pyright: ignore[reportGeneralTypeIssues]
-    read = seconds_of(lambda: _tensor_to_object(tensor, size, None))
+    new = [*_sessions(rows, lambda tokens, response: {"input_ids": torch.zeros(0, dtype=torch.int64)})]
+    shares: list[Listing] = []
+    listed = seconds_of(lambda: shares.extend(listing_of_new(new[rank::SEALING]) for rank in range(SEALING)))
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+    packed = seconds_of(lambda: sent.extend(_object_to_tensor(each, torch.device("cpu"), None) for each in shares))
+    size = sum(int(each) for _, each in sent)
     gc.collect()
     tracemalloc.start()
-    copy = _tensor_to_object(tensor, size, None)
+    copy = join_listings([_tensor_to_object(*each, None) for each in sent])
+    gc.collect()
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
+    read = seconds_of(lambda: join_listings([_tensor_to_object(*each, None) for each in sent]))
     made = seconds_of(lambda: rows_of(copy))
-    return SealCost(*(each / len(rows) for each in (int(size), held, listed, packed, read, made)))
+    return SealCost(*(each / len(rows) for each in (size, held, listed, packed, read, made)))
 
 
 def stored_bytes(folder: Path) -> tuple[float, float]:
     """Bytes of a row in a SQLite file, and tokens of a row, with the fields that the shipped agents write."""
     rows = made_up_rows(STORED_ROWS)
+    new = _sessions(
+        rows,
+        lambda tokens, response: {
+            "input_ids": torch.randint(0, 150_000, (tokens,)),
+            "response_mask": torch.ones(response, dtype=torch.int64),
+            "rollout_log_probs": torch.rand(response),
+        },
+    )
     with SqliteStore(folder / "stored.db") as store:
-        _put(
-            store,
-            rows,
-            lambda tokens, response: {
-                "input_ids": torch.randint(0, 150_000, (tokens,)),
-                "response_mask": torch.ones(response, dtype=torch.int64),
-                "rollout_log_probs": torch.rand(response),
-            },
-        )
+        store.put_all([*new])
     return (folder / "stored.db").stat().st_size / len(rows), float(rows.tokens.mean())
 
 
-def _put(store: SqliteStore, rows: Rows, fields: Callable[[int, int], dict[str, torch.Tensor]]) -> None:
-    """Rows with the tags that agents give them, a thousand sessions at a time."""
+def _sessions(rows: Rows, fields: Callable[[int, int], dict[str, torch.Tensor]]) -> Iterator[NewSession]:
+    """Sessions of these rows, with the tags that agents give them."""
     tags = {"role": "agent", "reward": None, "finish_reason": "stop", "weight_version": 0, "metric/exact_match": 1.0}
     prompt, response = rows.prompt_tokens.tolist(), rows.response_tokens.tolist()
     starts = [*np.flatnonzero(np.diff(rows.session_index, prepend=-1)).tolist(), len(rows)]
-    sessions: list[NewSession] = []
     for start, end in pairwise(starts):
         new = [
             NewRow(
@@ -159,10 +156,7 @@ def _put(store: SqliteStore, rows: Rows, fields: Callable[[int, int], dict[str, 
             )
             for i in range(start, end)
         ]  # fmt: skip
-        sessions.append(NewSession(SessionKey(0, rows.prompt[start], int(rows.session[start])), new, score=0.5))
-        if len(sessions) == 1_000 or end == len(rows):
-            store.put_all(sessions)
-            sessions = []
+        yield NewSession(SessionKey(0, rows.prompt[start], int(rows.session[start])), new, score=0.5)
 
 
 def table_bytes(rows: Rows) -> float:
@@ -184,7 +178,6 @@ def page(plans: list[PlanCost], seal: SealCost, row_bytes: float, tokens: float,
             (8e9 / (table * response), "all rows' log-probs and masks on every rank: 8 GB", "`train/passes.py`", TABLE),
             (4e9 / seal.bytes_held, "the list of sessions in columns: 4 GB a rank", "`train/sealed.py`", HELD),
             (30 / by_row, "reading the list, plan, digest, ledger: 30 s on every rank", "`train/round.py`", SECONDS),
-            (60 / seal.seconds_listed, "the first rank's listing of the store: 60 s", "`store/sqlite.py`", LISTED),
         )
     )
     return TEMPLATE.format(
@@ -215,7 +208,6 @@ TABLE = (
 )
 HELD = "the same; columns that are arrays instead of lists"
 SECONDS = "plan once and send each rank its part: the plan is a pure function, so only the digest need agree"
-LISTED = "as above; `transfer_queue` where rows come from several machines"
 
 
 def _rows(plans: list[PlanCost]) -> list[int]:
@@ -266,8 +258,8 @@ four optimizer steps a round.
 | --- | --- |
 | in the store: a SQLite file, the fields that agents write | {row_kb} KB |
 | in the sealed list: as a rank receives it, as it holds it | {sent}, {held} bytes |
-| listed, then packed, by the first rank | {listed} + {packed} microseconds |
-| read, then made into Rows, by every rank | {read} + {made} microseconds |
+| listed, then packed, by the rank that ran it | {listed} + {packed} microseconds |
+| read and joined, then made into Rows, by every rank | {read} + {made} microseconds |
 | in the sum that gives all ranks all log-probs and masks | {table} bytes a response token; with a reference 4 more |
 
 ## Every rank, every round
@@ -310,7 +302,7 @@ GB put and read a round, and MB that one rank reads. SQLite puts about 2,300 row
 {limits}
 
 The number of ranks breaks nothing in the plan. It multiplies what is sent: the list and the token table go to every
-rank, and at dp 4,096 a broadcast tree passes the list on twelve times.
+rank.
 """
 
 
@@ -322,7 +314,7 @@ def main() -> None:
         plans += [plan_cost(rows, dp_size) for dp_size in DP_SIZES]
     rows = made_up_rows(SIZES[1])
     with tempfile.TemporaryDirectory() as name:
-        seal = seal_cost(Path(name))
+        seal = seal_cost()
         row_bytes, tokens = stored_bytes(Path(name))
     response = float(rows.response_tokens.mean())
     (ROOT / "docs" / "scale.md").write_text(page(plans, seal, row_bytes, tokens, response, table_bytes(rows)))

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from raggedright.store.listing import listing_of
+from raggedright.store.listing import join_listings, listing_of, listing_of_new
 from raggedright.store.memory import MemoryStore
-from raggedright.store.protocol import StoreError
+from raggedright.store.protocol import NewSession, StoreError
 from raggedright.store.rows import prune, rows_of
 from store.values import key, tokens
 
@@ -26,6 +26,26 @@ def test_a_listing_comes_back_from_its_columns() -> None:
     assert listing_of(listing) is listing
     assert [*listing_of(listing[::-1])] == entries
     assert [*listing_of([])] == []
+
+
+def test_what_was_put_is_listed_without_the_store_and_listings_are_joined() -> None:
+    """A round is sealed from such lists, one of each rank."""
+    rows = [replace(tokens(3), tags={"role": "ö", "x": 0.1}), tokens(1, more=None)]
+    put = [
+        NewSession(key("b", 1), rows, score=0.5),
+        NewSession(key("a", 0), state="failed", cause="timed out"),
+        NewSession(key("a", 1), [], score=0.25),
+        NewSession(key("a", 2), rows[1:], score=0.0),
+    ]
+    store = MemoryStore()
+    store.put_all(put)
+    entries = [*store.list()]
+    assert [*listing_of_new(put)] == entries
+    for cut in range(5):
+        assert [*join_listings([listing_of_new(put[cut:]), listing_of_new(put[:cut])])] == entries
+    joined = join_listings([listing_of_new(put[:1]), listing_of(entries[:3])])
+    assert joined.first_tags == [{}, {"role": "ö", "x": 0.1}]
+    assert [*join_listings([])] == []
 
 
 def test_rows_are_those_of_finished_sessions_in_the_order_of_keys() -> None:

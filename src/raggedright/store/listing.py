@@ -71,6 +71,16 @@ class Listing(Sequence[SessionEntry]):
             raise _altered("its rows have other tags than one JSON object each")
         return tags
 
+    @property
+    def first_tags(self) -> list[Mapping[str, Tag]]:
+        """The tags of the first row of each session that has rows; many are alike, and read once."""
+        read = json.JSONDecoder().raw_decode
+        try:
+            known = {text: read(text)[0] for text in {*self.about.tags} if text}
+        except ValueError as error:
+            raise _altered(str(error)) from error
+        return [known[text] for text in self.about.tags if text]
+
     @cached_property
     def entries(self) -> list[SessionEntry]:
         """The sessions, each with an object a row."""
@@ -127,7 +137,8 @@ def join_listings(listings: Sequence[Listing]) -> Listing:
     order = sorted(range(len(lines)), key=lambda i: lines[i][0])
     ends = [*accumulate(line[4] for line in lines)]
     rows = [row for i in order for row in range(ends[i] - lines[i][4], ends[i])]
-    *counts, tags = ([*chain.from_iterable(column)] for column in zip(*(each.about for each in listings), strict=True))
+    columns = zip(About((), (), (), (), ()), *(each.about for each in listings), strict=True)
+    *counts, tags = ([*chain.from_iterable(column)] for column in columns)
     names = [tuple(each.field_names[n]) for each in listings for n in each.set_of_row]
     about = About(*([column[row] for row in rows] for column in counts), tags=[tags[i] for i in order])
     return Listing([lines[i] for i in order], about, *_number([names[row] for row in rows]))

@@ -54,11 +54,9 @@ class SealedRound:
 
     def session_metrics(self) -> dict[str, float]:
         """Means over sessions of what agents reported beside the score; a session counts once."""
-        tags, first, found = self.sessions.tags, 0, []
-        for *_, num_rows in self.sessions.sessions:
-            found += [reports(tags[first])] if num_rows else []
-            first += num_rows
-        return mean_reports(found)
+        found = self.sessions.first_tags
+        known = {id(tags): reports(tags) for tags in found}  # one object for those that are alike
+        return mean_reports([known[id(tags)] for tags in found])
 
 
 def reports(tags: Mapping[str, object]) -> dict[str, float]:

@@ -8,7 +8,9 @@ import torch
 
 from raggedright.config import Config
 from raggedright.config.load import make_config
+from raggedright.store.listing import listing_of
 from raggedright.store.protocol import Key, RowEntry, SessionEntry, SessionKey
+from raggedright.store.rows import rows_of
 from raggedright.train.advantages import token_advantages, token_rewards
 from raggedright.train.round import check_any
 from raggedright.train.sealed import SealedRound
@@ -49,7 +51,7 @@ def sealed_round(scores: dict[int, float | None], rewards: dict[tuple[int, int],
         )
         state = "failed" if score is None else "finished"
         sessions.append(SessionEntry(key=key, state=state, cause="" if rows else "raised", score=score, rows=rows))
-    return SealedRound.of(1, sessions)
+    return SealedRound(1, listing_of(sessions), rows_of(sessions))
 
 
 def tokens_of(sealed: SealedRound, **columns: float) -> dict[str, torch.Tensor]:

@@ -56,7 +56,11 @@ class Learner:
 
     def step(self, done: float) -> dict[str, float]:
         """Take a step with the gradients there are, and forget them; `done` is the share of the run done after it."""
-        norm = self._clip_sharded() if self.is_sharded else self._sum_and_clip()
+        vectors = join_gradients(self._parameters)
+        if self.world.dp_size > 1:
+            for vector in vectors:
+                dist.all_reduce(vector)
+        norm = self._clip(vectors)
         if not math.isfinite(norm):
             raise TrainError(
                 f"{self.name}, optimizer step {self.num_steps + 1}: the gradient's norm is {norm}, so the step was not "
@@ -70,27 +74,18 @@ class Learner:
         self.num_steps += 1
         return {f"{self.name}/grad_norm": norm, f"{self.name}/lr": lr}
 
-    @property
-    def _limit(self) -> float:
-        return self.settings.grad_clip if self.settings.grad_clip is not None else math.inf
-
-    def _sum_and_clip(self) -> float:
-        """The norm of the gradient over all ranks, before it is scaled down."""
-        vectors = join_gradients(self._parameters)
-        if self.world.dp_size > 1:
-            for vector in vectors:
-                dist.all_reduce(vector)
+    def _clip(self, vectors: Sequence[Tensor]) -> float:
+        """The gradient's norm before it is scaled down; a sharded model has its gradients in no vector."""
+        limit = self.settings.grad_clip if self.settings.grad_clip is not None else math.inf
+        if self.is_sharded:
+            of_shards: Tensor = nn.utils.clip_grad_norm_(self._parameters, limit)
+            return float(of_shards.full_tensor() if isinstance(of_shards, DTensor) else of_shards)
         norm = _norm(vectors)
-        share = self._limit / (norm + 1e-6)  # as torch's clip_grad_norm_ has it
+        share = limit / (norm + 1e-6)  # as torch's clip_grad_norm_ has it
         if share < 1:
             for vector in vectors:
                 vector.mul_(share)
         return norm
-
-    def _clip_sharded(self) -> float:
-        """The same of gradients that the backward pass has summed."""
-        norm: Tensor = nn.utils.clip_grad_norm_(self._parameters, self._limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _norm(vectors: Sequence[Tensor]) -> float:

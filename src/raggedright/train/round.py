@@ -21,7 +21,7 @@ from raggedright.plan.plan import Plan, Role, make_plan
 from raggedright.store.protocol import RowEntry
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
-from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.forward import forward_chosen, forward_values
 from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.schema import Fields, Schema, infer_schema
 from raggedright.train.advantages import TokenAdvantages, token_advantages
@@ -146,7 +146,7 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat
 
     def log_probs(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
         with replaying(setup.experts if model is setup.actor.model else None, micro):
-            return forward_log_probs(model, micro, temperature=config.rollout.temperature).log_probs
+            return forward_chosen(model, micro, temperature=config.rollout.temperature)
 
     with computing(config.model, world):
         of_model = {name: lambda micro, model=model: log_probs(model, micro) for name, model in outputs.items()}

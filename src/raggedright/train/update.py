@@ -29,9 +29,10 @@ OBJECTIVES = ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/bal
 def actor_loss(config: Config, learner: Learner) -> Loss:
     """The policy's loss with its entropy bonus and KL, as configured."""
     algorithm, reference = config.algorithm, config.reference
+    temperature, learns_entropy = config.rollout.temperature, algorithm.entropy_coef != 0
 
     def loss(micro: MicroBatch, done: float) -> Sums:
-        outputs = forward_log_probs(learner.model, micro, temperature=config.rollout.temperature)
+        outputs = forward_log_probs(learner.model, micro, temperature=temperature, entropy_graph=learns_entropy)
         policy = policy_loss(
             outputs.log_probs,
             micro.fields["old_log_probs"],
@@ -44,7 +45,7 @@ def actor_loss(config: Config, learner: Learner) -> Loss:
         )
         bonus = entropy_loss(outputs.entropy, micro.weights)
         total, metrics = policy.loss, policy.metrics | bonus.metrics
-        if algorithm.entropy_coef:
+        if learns_entropy:
             total = total - algorithm.entropy_coef * scale(config.optimizer, done) * bonus.loss
         if reference.kl == "loss":
             kl = kl_loss(outputs.log_probs, micro.fields["ref_log_probs"], micro.weights, kind=reference.estimator)

@@ -49,15 +49,11 @@ class Scores:
                 f"session {scores.prompt[i]}/{scores.session[i]}: score is {scores.score[i]}; it takes a finite "
                 "number: mend the reward, or report the session as failed"
             )
-        if len(set(scores.names)) < len(scores):
-            (prompt_name, number), _ = Counter(scores.names).most_common(1)[0]
+        names = _names(scores)
+        if len(set(names)) < len(names):
+            (prompt_name, number), _ = Counter(names).most_common(1)[0]
             raise RowsError(f"session {prompt_name}/{number} has two scores; a session has one")
         return scores
-
-    @property
-    def names(self) -> list[tuple[str, int]]:
-        """Prompt and session of each."""
-        return [*zip(self.prompt.tolist(), self.session.tolist(), strict=True)]
 
     def __len__(self) -> int:
         return len(self.score)
@@ -93,7 +89,7 @@ def session_advantages(scores: Scores, estimator: Estimator, *, std: bool = True
 
 def broadcast_to_rows(advantages: Floats, scores: Scores, rows: Rows) -> Floats:
     """The advantage of each row's session; a padding row has zero."""
-    advantage = dict(zip(scores.names, advantages.tolist(), strict=True))
+    advantage = dict(zip(_names(scores), advantages.tolist(), strict=True))
     real = np.flatnonzero(~rows.is_padding)
     names = zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)
     found = [advantage.get(name) for name in names]
@@ -103,6 +99,10 @@ def broadcast_to_rows(advantages: Floats, scores: Scores, rows: Rows) -> Floats:
     of_row = np.zeros(len(rows))
     of_row[real] = found
     return of_row
+
+
+def _names(scores: Scores) -> list[tuple[str, int]]:
+    return [*zip(scores.prompt.tolist(), scores.session.tolist(), strict=True)]
 
 
 def _centre(score: Floats, group: Ints) -> Floats:

@@ -37,10 +37,11 @@ class PrefixTrees(NamedTuple):
     @classmethod
     def of(cls, ids: Ints, sizes: Ints, *, even_tokens: int, token_id: int = 0) -> "PrefixTrees":
         """The trees of rows whose tokens stand one after another in `ids`; `token_id` fills shorter ones up."""
-        valid = np.arange(int(sizes.max())) < sizes[:, None]
+        longest = int(sizes.max())
+        valid = np.arange(longest) < sizes[:, None]
         table = np.zeros(valid.shape, dtype=">u4")  # so that bytes compare as numbers do
         table[valid] = ids + 1
-        order = table.view(f"V{table.itemsize * table.shape[1]}").ravel().argsort(kind="stable")
+        order = table.view(f"V{table.itemsize * longest}").ravel().argsort(kind="stable")
         table, valid = table[order], valid[order]
         is_new = valid.copy()  # where a row leaves the one before it
         is_new[1:] &= ~np.logical_and.accumulate(table[1:] == table[:-1], axis=1)

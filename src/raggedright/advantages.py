@@ -12,9 +12,9 @@ names, so that the order of arrival changes no bit.
 Standard deviations are those of a sample (n - 1). `gae` is computed per token, with a critic, elsewhere.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal, get_args
 
 import numpy as np
@@ -44,17 +44,15 @@ class Scores:
                 f"{len(scores.prompt)} prompts, {len(scores.session)} sessions and {len(scores.score)} scores; "
                 "give one of each per session"
             )
-        named = list(zip(scores.prompt.tolist(), scores.session.tolist(), scores.score.tolist(), strict=True))
-        seen: set[tuple[str, int]] = set()
-        for prompt_name, number, value in named:
-            if not isfinite(value):
-                raise RowsError(
-                    f"session {prompt_name}/{number}: score is {value}; it takes a finite number: "
-                    "mend the reward, or report the session as failed"
-                )
-            if (prompt_name, number) in seen:
-                raise RowsError(f"session {prompt_name}/{number} has two scores; a session has one")
-            seen.add((prompt_name, number))
+        for i in np.flatnonzero(~np.isfinite(scores.score)):
+            raise RowsError(
+                f"session {scores.prompt[i]}/{scores.session[i]}: score is {scores.score[i]}; it takes a finite "
+                "number: mend the reward, or report the session as failed"
+            )
+        names = _names(scores)
+        if len(set(names)) < len(names):
+            (prompt_name, number), _ = Counter(names).most_common(1)[0]
+            raise RowsError(f"session {prompt_name}/{number} has two scores; a session has one")
         return scores
 
     def __len__(self) -> int:
@@ -91,15 +89,20 @@ def session_advantages(scores: Scores, estimator: Estimator, *, std: bool = True
 
 def broadcast_to_rows(advantages: Floats, scores: Scores, rows: Rows) -> Floats:
     """The advantage of each row's session; a padding row has zero."""
-    sessions = zip(scores.prompt.tolist(), scores.session.tolist(), strict=True)
-    advantage = dict(zip(sessions, advantages.tolist(), strict=True))
+    advantage = dict(zip(_names(scores), advantages.tolist(), strict=True))
+    real = np.flatnonzero(~rows.is_padding)
+    names = zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)
+    found = [advantage.get(name) for name in names]
+    if None in found:
+        key = rows.key[real[found.index(None)]]
+        raise RowsError(f"row {key}: its session has no score; give every session with rows one")
     of_row = np.zeros(len(rows))
-    for i in np.flatnonzero(~rows.is_padding):
-        session = rows.prompt[i], int(rows.session[i])
-        if session not in advantage:
-            raise RowsError(f"row {rows.key[i]}: its session has no score; give every session with rows one")
-        of_row[i] = advantage[session]
+    of_row[real] = found
     return of_row
+
+
+def _names(scores: Scores) -> list[tuple[str, int]]:
+    return [*zip(scores.prompt.tolist(), scores.session.tolist(), strict=True)]
 
 
 def _centre(score: Floats, group: Ints) -> Floats:

@@ -10,6 +10,7 @@ from parallel.gradients import gather_gradients
 from parallel.launch import launch
 from raggedright.errors import ConfigError
 from raggedright.tensors.parallel import shard, sum_gradients, sum_metrics
+from raggedright.train.world import TrainError, World
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -52,7 +53,19 @@ def run_sums(_data: None) -> dict:
         "metrics": {name: value.item() for name, value in metrics.items()},
         "metric_dtypes": sorted({str(value.dtype) for value in metrics.values()}),
         "sharded": _sharded_gradient(rank),
+        "disagreement": _disagreement(rank),
     }
+
+
+def _disagreement(rank: int) -> str:
+    """What a rank is told when it gives another value than the other, after they gave the same."""
+    world = World(rank, 2, torch.device("cpu"))
+    world.check_same("both", "nothing")
+    try:
+        world.check_same(f"of rank {rank}", "the plan of round 3")
+    except TrainError as error:
+        return str(error)
+    return ""
 
 
 def _sharded_gradient(rank: int) -> list[float]:
@@ -102,6 +115,12 @@ def test_metrics_are_summed_by_name_in_float64(answers: list[dict]) -> None:
 def test_a_sharded_model_sums_gradients_over_ranks_and_micro_batches_in_the_backward_pass(answers: list[dict]) -> None:
     for answer in answers:
         assert answer["sharded"] == [2 * (1.0 + 2.0) * 3] * 2
+
+
+def test_ranks_that_disagree_are_told_so_on_each_of_them(answers: list[dict]) -> None:
+    for answer in answers:
+        given = "rank 0: of rank 0, rank 1: of rank 1"
+        assert answer["disagreement"].startswith(f"ranks disagree on the plan of round 3 ({given}); please report")
 
 
 def test_a_model_that_does_not_name_its_blocks_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Whole training runs in one set of ranks: what each leaves behind, compared with another's."""
 
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,10 @@ def train_one(folder: Path, world: World) -> None:
     torch.set_num_threads(1)
     clip = Learner._clip
 
-    def keep(self: Learner) -> float:
+    def keep(self: Learner, vectors: Sequence[torch.Tensor]) -> float:
         if self.name == "actor" and world.is_first and not (folder / "gradient.safetensors").exists():
             save_file(_plain(self), folder / "gradient.safetensors")
-        return clip(self)
+        return clip(self, vectors)
 
     Learner._clip = keep
     try:
@@ -152,7 +153,7 @@ def train_one(folder: Path, world: World) -> None:
 def _plain(learner: Learner) -> dict[str, torch.Tensor]:
     """Gradients of a model that is not sharded; gathering sharded ones takes all ranks."""
     found = {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
-    return {name: grad for name, grad in found.items() if not isinstance(grad, DTensor)}
+    return {name: grad.clone() for name, grad in found.items() if not isinstance(grad, DTensor)}
 
 
 def gradient_of(folder: Path) -> dict[str, torch.Tensor]:

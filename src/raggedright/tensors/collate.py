@@ -121,7 +121,7 @@ class Collator:
         begins = np.cumsum(sizes)[: len(at)] - response  # where each row's response begins among all ids
         of_response = within(response)
         if self.how == "tree":
-            _refuse_tree(rows.key[at].tolist(), fields)
+            _refuse_tree(rows.key[at].tolist() if fields else [], fields)
             inputs, place = self._tree_inputs(flat, sizes, np.append(response, [0] * len(of_fillers)))
             logit_index = place[np.repeat(np.arange(len(at)), response), np.repeat(prompt - 1, response) + of_response]
             routing = real = None
@@ -131,15 +131,15 @@ class Collator:
             logit_index = np.repeat(self._starts(lengths)[: len(at)] + prompt - 1, response) + of_response
             routing, real = self._routing(is_padding, fields, lengths, inputs["input_ids"].shape)
         mean = np.where(is_padding, 0.0, 1 / max(step_loss_tokens, 1))
-        mask, counts = tokens.responses(tokens.mask_name, at), response.tolist()
+        mask = tokens.responses(tokens.mask_name, at)
         return MicroBatch(
             inputs=inputs,
             logit_index=torch.from_numpy(logit_index),
             labels=flat[torch.from_numpy(np.repeat(begins, response) + of_response)],
-            weights=TokenWeights.from_mask(mask, counts, loss=weight, mean=mean),
+            weights=TokenWeights.from_mask(mask, response, loss=weight, mean=mean),
             fields={name: tokens.responses(name, at) for name in names},
             routing=routing,
-            response_tokens=tuple(counts),
+            response_tokens=tuple(response.tolist()),
             real=real,
         )
 

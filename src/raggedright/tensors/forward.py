@@ -22,17 +22,39 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor
 
 
-def forward_log_probs(model: nn.Module, micro: MicroBatch, *, temperature: float = 1.0) -> TokenOutputs:
-    """Log-probability of each response token, and the entropy of the distribution it came from."""
-    logits = _outputs(model, micro) / temperature
+def forward_log_probs(
+    model: nn.Module, micro: MicroBatch, *, temperature: float = 1.0, entropy_graph: bool = True
+) -> TokenOutputs:
+    """Log-probability of each response token, and the entropy of the distribution it came from.
+
+    Without `entropy_graph` the entropy has no gradient, for a loss that only reports it.
+    """
+    log_probs = _distributions(model, micro, temperature)
+    with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return TokenOutputs(_chosen(log_probs, micro), entropy)
+
+
+def forward_chosen(model: nn.Module, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+    """The log-probabilities alone."""
+    return _chosen(_distributions(model, micro, temperature), micro)
+
+
+def _distributions(model: nn.Module, micro: MicroBatch, temperature: float) -> Tensor:
+    """Log-probabilities of all tokens at each response token: [N, tokens]."""
+    logits = _outputs(model, micro)
+    if temperature != 1:
+        logits = logits / temperature
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if never := placeholder_ids(getattr(model, "config", None)):
         # Not -inf: the entropy would multiply it by zero.
         least = torch.finfo(logits.dtype).min / 2
         logits = logits.index_fill(-1, torch.tensor(never, device=logits.device), least)
-    log_probs = torch.log_softmax(logits, dim=-1)
-    chosen = log_probs.gather(-1, micro.labels[:, None]).squeeze(-1)
-    return TokenOutputs(chosen, -(log_probs.exp() * log_probs).sum(-1))
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _chosen(log_probs: Tensor, micro: MicroBatch) -> Tensor:
+    return log_probs.gather(-1, micro.labels[:, None]).squeeze(-1)
 
 
 def forward_values(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -47,7 +69,8 @@ def _outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
         _check_tree(model)
     if micro.one_sequence and "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**micro.inputs, use_cache=False, logits_to_keep=micro.logit_index).logits[0]
-    return model(**micro.inputs, use_cache=False).logits.flatten(0, 1)[micro.logit_index]
+    logits = model(**micro.inputs, use_cache=False).logits.flatten(0, 1)
+    return logits.index_select(0, micro.logit_index)  # rows of a tree share places, and [] is slow to add those up
 
 
 def _check_tree(model: nn.Module) -> None:

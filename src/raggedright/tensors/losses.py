@@ -13,14 +13,16 @@ has no gradient: ppo's log-ratio (and its `actor/ppo_kl`) at +-20, gspo's at 10 
 and k3 itself at 10 (a token that is 2.5 nats less likely than under the reference is not pulled back).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from raggedright.arrays import Ints
 from raggedright.errors import ConfigError
 from raggedright.loss_names import KlEstimator, PolicyLoss
 
@@ -51,16 +53,15 @@ class TokenWeights:
 
     @classmethod
     def from_mask(
-        cls, mask: Tensor, response_tokens: Sequence[int], *, loss: ArrayLike, mean: ArrayLike
+        cls, mask: Tensor, response_tokens: Sequence[int] | Ints, *, loss: ArrayLike, mean: ArrayLike
     ) -> "TokenWeights":
         """From all rows' loss masks, joined, and each row's weights (`token_weights`, here and of token-mean)."""
-        num_rows = len(response_tokens)
-        row = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(response_tokens, dtype=torch.int64))
-        carries_loss = mask.cpu().bool()
-        of_row = (torch.as_tensor(weight, dtype=torch.float64) for weight in (loss, mean))
-        by_token = (torch.where(carries_loss, weight[row], 0.0) for weight in of_row)
-        row_tokens = torch.zeros(num_rows, dtype=torch.int64).index_add_(0, row, carries_loss.long())
-        return cls(*by_token, row=row, row_tokens=row_tokens, num_rows=num_rows)
+        counts = np.asarray(response_tokens, dtype=np.int64)
+        row, carries_loss = np.repeat(np.arange(len(counts)), counts), mask.cpu().bool().numpy()
+        row_tokens = np.bincount(row[carries_loss], minlength=len(counts))
+        of_row = (np.asarray(weight, dtype=np.float64) for weight in (loss, mean))
+        by_token = (np.where(carries_loss, weight[row], 0.0) for weight in of_row)
+        return cls(*map(torch.from_numpy, (*by_token, row, row_tokens)), num_rows=len(counts))
 
     def to(self, device: torch.device | str) -> "TokenWeights":
         """The same on another device."""
@@ -110,7 +111,7 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights, *, 
     """KL(policy || reference), estimated per token: k1 = r, k2 = r^2 / 2, k3 = exp(-r) + r - 1, r the log-ratio."""
     log_probs, ref_log_probs = _neutral(weights, log_probs, ref_log_probs)
     losses = kl_estimate(log_probs - ref_log_probs, kind)
-    return Sums(_sum(losses, weights.loss), {"actor/kl_loss": _metric(losses, weights.loss)})
+    return _sums("actor/kl_loss", losses, weights)
 
 
 def kl_estimate(log_ratio: Tensor, kind: KlEstimator) -> Tensor:
@@ -130,8 +131,7 @@ def kl_estimate(log_ratio: Tensor, kind: KlEstimator) -> Tensor:
 def entropy_loss(entropy: Tensor, weights: TokenWeights) -> Sums:
     """The entropy in the objective's weights (subtract it, times a coefficient) and as a token mean."""
     (entropy,) = _neutral(weights, entropy)
-    metrics = {"actor/entropy": weights.mean, "actor/entropy_loss": weights.loss}
-    return Sums(_sum(entropy, weights.loss), {name: _metric(entropy, weight) for name, weight in metrics.items()})
+    return _sums("actor/entropy_loss", entropy, weights, {"actor/entropy": entropy})
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: TokenWeights, *, clip: float) -> Sums:
@@ -140,36 +140,28 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tok
     near = values.clamp(old_values - clip, old_values + clip)
     free, clipped = (values - returns).square(), (near - returns).square()
     losses = 0.5 * torch.maximum(free, clipped)
-    metrics = {
-        "critic/vf_loss": _metric(losses, weights.loss),
-        "critic/vf_clipfrac": _metric(clipped > free, weights.mean),
-        "critic/vpred_mean": _metric(values, weights.mean),
-    }
-    return Sums(_sum(losses, weights.loss), metrics)
+    return _sums("critic/vf_loss", losses, weights, {"critic/vf_clipfrac": clipped > free, "critic/vpred_mean": values})
 
 
 def _clip(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each token's loss, whether the clip raised it, and whether the dual clip lowered it."""
-    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    costs = -advantages
+    free, clipped = costs * ratio, costs * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(free, clipped)
     if dual is None:
         return losses, clipped > free, torch.zeros_like(losses)
     if dual <= 1:
         raise ConfigError(f"dual_clip is {dual}; it takes a number above 1, or None")
-    bound = -advantages * dual
+    bound = costs * dual
     bounded = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
     return bounded, clipped > free, (advantages < 0) & (losses > bound)
 
 
 def _policy_sums(losses: Tensor, log_ratio: Tensor, weights: TokenWeights, **shares: Tensor) -> Sums:
-    metrics = {
-        "actor/pg_loss": _metric(losses, weights.loss),
-        "actor/ppo_kl": _metric(-log_ratio, weights.mean),
-        **{f"actor/{name}": _metric(share, weights.mean) for name, share in shares.items()},
-    }
-    return Sums(_sum(losses, weights.loss), metrics)
+    means = {"actor/ppo_kl": -log_ratio, **{f"actor/{name}": share for name, share in shares.items()}}
+    return _sums("actor/pg_loss", losses, weights, means)
 
 
 def _neutral(weights: TokenWeights, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -179,9 +171,14 @@ def _neutral(weights: TokenWeights, *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.where(counts, values, 0.0) for values in raised)
 
 
-def _sum(losses: Tensor, weight: Tensor) -> Tensor:
-    return (weight * losses).sum()
+def _sums(name: str, losses: Tensor, weights: TokenWeights, means: Mapping[str, Tensor] | None = None) -> Sums:
+    """A loss, which is the metric of this name too, and token means of other values."""
+    loss = torch.dot(weights.loss, losses.double())
+    return Sums(loss, {name: loss.detach(), **weighted_sums(means or {}, weights.mean)})
 
 
-def _metric(values: Tensor, weight: Tensor) -> Tensor:
-    return (weight.double() * values.detach().double()).sum()
+@torch.no_grad()
+def weighted_sums(named: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
+    """The sum of each of some vectors under one weight, in float64."""
+    weight = weight.double()
+    return {name: torch.dot(weight, values.double()) for name, values in named.items()}

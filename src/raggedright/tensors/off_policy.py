@@ -11,7 +11,7 @@ metrics over all rows of a batch, padding included, where a row of padding has a
 import torch
 from torch import Tensor
 
-from raggedright.tensors.losses import LOG_RATIO_LIMIT, TokenWeights
+from raggedright.tensors.losses import LOG_RATIO_LIMIT, TokenWeights, weighted_sums
 
 
 @torch.no_grad()
@@ -40,6 +40,5 @@ def off_policy_metrics(
         "ppl_ratio": log_ppl_diff.exp(),
         "chi2_seq": (2 * log_ratio_of_row.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp() - 1,
     }
-    sums = {name: (weights.mean.double() * values).sum() for name, values in by_token.items()}
-    sums |= {name: (row_weights.double() * values).sum() for name, values in by_row.items()}
+    sums = weighted_sums(by_token, weights.mean) | weighted_sums(by_row, row_weights)
     return {f"rollout_corr/{name}": value for name, value in sums.items()}

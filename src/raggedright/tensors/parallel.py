@@ -7,7 +7,7 @@ Every rank calls these in the same order, and runs the same number of micro-batc
 The surprise: a sharded model sums its gradients in the backward pass, so that `sum_gradients` leaves it alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,22 +21,31 @@ from raggedright.errors import ConfigError
 
 
 def sum_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Sum every gradient over the ranks in place, one all-reduce a dtype.
+    """Sum every gradient over the ranks, one all-reduce a dtype.
 
     A parameter without a gradient counts as zero, so that all ranks have the same ones afterwards.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in model.parameters():
+    for vector in join_gradients(model.parameters()):
+        dist.all_reduce(vector, group=group)
+
+
+def join_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """All gradients as one vector a dtype, zero where there is none; those of a sharded model are left alone.
+
+    Each parameter's gradient becomes a view of its vector, so that what is done to one is done to all.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
         if parameter.requires_grad and not isinstance(parameter, DTensor):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    vectors = []
+    for alike in by_dtype.values():
+        gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in alike]
+        vector = torch.cat(gradients)
+        for parameter, part in zip(alike, vector.split([p.numel() for p in alike]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        vectors.append(vector)
+    return vectors
 
 
 def sum_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None = None) -> dict[str, Tensor]:

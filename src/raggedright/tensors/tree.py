@@ -11,6 +11,8 @@ little can be cheaper, down to one a row, which needs no mask of its own. The tr
 size, as is cheapest by `even_tokens`: at that many tokens a model's attention costs as much as all else in it.
 """
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,11 +37,11 @@ class PrefixTrees(NamedTuple):
     @classmethod
     def of(cls, ids: Ints, sizes: Ints, *, even_tokens: int, token_id: int = 0) -> "PrefixTrees":
         """The trees of rows whose tokens stand one after another in `ids`; `token_id` fills shorter ones up."""
-        valid = np.arange(int(sizes.max())) < sizes[:, None]
+        longest = int(sizes.max())
+        valid = np.arange(longest) < sizes[:, None]
         table = np.zeros(valid.shape, dtype=">u4")  # so that bytes compare as numbers do
         table[valid] = ids + 1
-        beginnings = [row.tobytes() for row in table]
-        order = np.array(sorted(range(len(sizes)), key=beginnings.__getitem__))
+        order = table.view(f"V{table.itemsize * longest}").ravel().argsort(kind="stable")
         table, valid = table[order], valid[order]
         is_new = valid.copy()  # where a row leaves the one before it
         is_new[1:] &= ~np.logical_and.accumulate(table[1:] == table[:-1], axis=1)
@@ -96,17 +98,15 @@ def even_tokens_of(model: nn.Module) -> int:
 def _cut(own: list[int], sizes: list[int], even_tokens: int) -> list[int]:
     """The row that each tree begins with: of trees up to once, twice, four times ... the longest row, the cheapest."""
     best, least = [0], float("inf")
-    most, total = max(sizes), sum(own)
+    before = [0, *accumulate(own)]  # nodes of all rows before this one
+    most, total = max(sizes), before[-1]
     while True:
-        starts, nodes, longest = [0], sizes[0], 0
-        for row in range(1, len(sizes)):
-            if nodes + own[row] > most:
-                longest = max(longest, nodes)
-                starts.append(row)
-                nodes = sizes[row]
-            else:
-                nodes += own[row]
-        longest = max(longest, nodes)
+        starts, row, longest = [], 0, 0
+        while row < len(sizes):
+            starts.append(row)
+            more = sizes[row] - before[row + 1]  # a tree's first row has all its nodes anew
+            row = bisect_right(before, most - more) - 1
+            longest = max(longest, more + before[row])
         pairs = longest if len(starts) < len(sizes) else longest / _MASK_COST
         cost = len(starts) * longest * (even_tokens + pairs)
         if cost < least:

@@ -82,11 +82,14 @@ def load_checkpoint(setup: Setup, folder: Path) -> None:
         raise TrainError(words) from error
     counts = json.loads((folder / STATE_FILE).read_text())["optimizer_steps"]
     for learner in _learners(setup):
+        model, optimizer = (states[f"{learner.name} {part}"] for part in ("model", "optimizer"))
+        for group in optimizer["param_groups"]:
+            group |= learner.kernel  # the run that wrote it may have been sharded otherwise
         set_state_dict(
             learner.model,
             learner.optimizer,
-            model_state_dict=states[f"{learner.name} model"],
-            optim_state_dict=cast(OptimizerStateType, states[f"{learner.name} optimizer"]),
+            model_state_dict=model,
+            optim_state_dict=cast(OptimizerStateType, optimizer),
         )
         learner.num_steps = counts[learner.name]
 

@@ -23,7 +23,7 @@ from raggedright.store.listing import Listing
 from raggedright.store.protocol import RowEntry
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
-from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.forward import forward_chosen, forward_values
 from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.schema import Fields, Schema, infer_schema
 from raggedright.train.advantages import TokenAdvantages, token_advantages
@@ -32,8 +32,8 @@ from raggedright.train.experts import replaying
 from raggedright.train.passes import Flat, TokenTable, computing, run_forward
 from raggedright.train.sealed import SealedRound, seal_round
 from raggedright.train.setup import Setup
-from raggedright.train.update import actor_loss, critic_loss, train_role
-from raggedright.train.world import TrainError
+from raggedright.train.update import RoleMetrics, actor_loss, critic_loss, train_role
+from raggedright.train.world import TrainError, World
 
 ROW_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
 
@@ -74,14 +74,14 @@ def train_round(setup: Setup, round: int, own: Listing, clock: Clock) -> RoundRe
     with clock("store"):
         batch = read_batch(setup, sealed, plan)
     with clock("forward"):
-        tokens, forward_metrics = run_forward_passes(setup, batch)
+        tokens, off_policy = run_forward_passes(setup, batch)
     with clock("advantages"):
         advantages = token_advantages(config, sealed, scores, tokens)
         batch = _with_targets(batch, tokens, advantages)
     with clock("update"):
-        trained = train_roles(setup, batch, round)
+        trained = _add_up(setup.world, off_policy, train_roles(setup, batch, round))
         setup.publish_weights(version=round)
-    metrics = _batch_metrics(sealed, scores, plan) | forward_metrics | advantages.metrics | trained
+    metrics = _batch_metrics(sealed, scores, plan) | advantages.metrics | trained
     metrics["perf/tokens_per_second"] = metrics["perf/tokens"] / clock.total
     return RoundResult(sealed, plan, ledger, advantages.advantages, metrics, clock.seconds)
 
@@ -139,8 +139,11 @@ def own_positions(plan: Plan, dp_rank: int) -> Ints:
     return np.flatnonzero(own[: len(plan.rows)])
 
 
-def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat], dict[str, float]]:
-    """Masks, old and reference log-probs and values of all rows, and how far training is from the rollout."""
+def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat], dict[str, Tensor]]:
+    """Masks, old and reference log-probs and values of all rows; and how far training is from the rollout, in shares.
+
+    A rank without a micro-batch has no share, and then no rank has.
+    """
     config, world, plan = setup.config, setup.world, batch.plan
     outputs = {"old_log_probs": setup.actor.model}
     if setup.reference is not None:
@@ -153,7 +156,7 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat
 
     def log_probs(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
         with replaying(setup.experts if model is setup.actor.model else None, micro):
-            return forward_log_probs(model, micro, temperature=config.rollout.temperature).log_probs
+            return forward_chosen(model, micro, temperature=config.rollout.temperature)
 
     with computing(config.model, world):
         of_model = {name: lambda micro, model=model: log_probs(model, micro) for name, model in outputs.items()}
@@ -169,17 +172,7 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat
             of_critic = {"values": lambda micro: forward_values(critic, micro)}
             for position, micro, found in run_forward(batch, first_epoch, world, of_critic):
                 table.fill(position, micro, found)
-    metrics = _sum_metrics(setup, totals)
-    return table.exchange(world), metrics
-
-
-def _sum_metrics(setup: Setup, totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Each rank's shares added up; a rank without a micro-batch has none, and then no rank has."""
-    if not totals:
-        return {}
-    names = sorted(totals)
-    sums = setup.world.sum(torch.stack([totals[name].double() for name in names]))
-    return dict(zip(names, sums.tolist(), strict=True))
+    return table.exchange(world), totals
 
 
 def _with_targets(batch: TensorBatch, tokens: Mapping[str, Flat], found: TokenAdvantages) -> TensorBatch:
@@ -193,21 +186,34 @@ def _with_targets(batch: TensorBatch, tokens: Mapping[str, Flat], found: TokenAd
     return batch
 
 
-def train_roles(setup: Setup, batch: TensorBatch, round: int) -> dict[str, float]:
+def train_roles(setup: Setup, batch: TensorBatch, round: int) -> list[RoleMetrics]:
     """Critic and actor follow their cuts; metrics of both."""
     config, world = setup.config, setup.world
-    metrics: dict[str, float] = {}
+    metrics = []
     roles: tuple[Role, ...] = batch.plan.trained_roles
     if setup.critic and "critic" in roles:
         loss = critic_loss(config, setup.critic)
         fields = ("values", "returns")
-        metrics |= train_role("critic", batch, setup.critic, loss, fields, config=config, round=round, world=world)
+        metrics.append(train_role("critic", batch, setup.critic, loss, fields, config=config, round=round, world=world))
     if "actor" in roles:
         fields = ("old_log_probs", "advantages", *(("ref_log_probs",) if config.reference.kl == "loss" else ()))
         loss = actor_loss(config, setup.actor)
-        metrics |= train_role(
+        of_actor = train_role(
             "actor", batch, setup.actor, loss, fields, config=config, round=round, world=world, experts=setup.experts
         )
+        metrics.append(of_actor)
+    return metrics
+
+
+def _add_up(world: World, shares: Mapping[str, Tensor], roles: Sequence[RoleMetrics]) -> dict[str, float]:
+    """All metrics that are sums over ranks, exchanged once."""
+    parts = [*(share.double().view(1) for share in shares.values()), *(role.table.flatten() for role in roles)]
+    if not parts:
+        return {}
+    sums = world.sum(torch.cat(parts)).cpu().split([len(part) for part in parts])
+    metrics = {name: float(total) for name, total in zip(shares, sums, strict=False)}
+    for role, total in zip(roles, sums[len(shares) :], strict=True):
+        metrics |= role.over_steps(total.view(role.table.shape))
     return metrics
 
 

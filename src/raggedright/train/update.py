@@ -5,8 +5,10 @@ without a loss token touches neither model nor optimizer, and the schedule still
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from raggedright.config.schema import Config
 from raggedright.plan.plan import Role
@@ -26,12 +28,30 @@ Loss = Callable[[MicroBatch, float], Sums]  # of a micro-batch, when this share 
 OBJECTIVES = ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/balance_loss", "critic/vf_loss")
 
 
+class RoleMetrics(NamedTuple):
+    """A role's metrics of a round: this rank's share of those by step, and those that all ranks have."""
+
+    names: list[str]
+    table: Tensor  # [steps, names], to be summed over ranks
+    num_tokens: list[int]  # of each step
+    of_round: dict[str, float]
+
+    def over_steps(self, table: Tensor) -> dict[str, float]:
+        """The round's metrics, from the table's sum over ranks."""
+        tokens = torch.tensor(self.num_tokens, dtype=torch.float64)
+        means = {}
+        for name, values in zip(self.names, table.T, strict=True):
+            means[name] = float(values.mean() if name in OBJECTIVES else (values * tokens).sum() / tokens.sum())
+        return means | self.of_round
+
+
 def actor_loss(config: Config, learner: Learner) -> Loss:
     """The policy's loss with its entropy bonus and KL, as configured."""
     algorithm, reference = config.algorithm, config.reference
+    temperature, learns_entropy = config.rollout.temperature, algorithm.entropy_coef != 0
 
     def loss(micro: MicroBatch, done: float) -> Sums:
-        outputs = forward_log_probs(learner.model, micro, temperature=config.rollout.temperature)
+        outputs = forward_log_probs(learner.model, micro, temperature=temperature, entropy_graph=learns_entropy)
         policy = policy_loss(
             outputs.log_probs,
             micro.fields["old_log_probs"],
@@ -44,7 +64,7 @@ def actor_loss(config: Config, learner: Learner) -> Loss:
         )
         bonus = entropy_loss(outputs.entropy, micro.weights)
         total, metrics = policy.loss, policy.metrics | bonus.metrics
-        if algorithm.entropy_coef:
+        if learns_entropy:
             total = total - algorithm.entropy_coef * scale(config.optimizer, done) * bonus.loss
         if reference.kl == "loss":
             kl = kl_loss(outputs.log_probs, micro.fields["ref_log_probs"], micro.weights, kind=reference.estimator)
@@ -76,11 +96,11 @@ def train_role(
     round: int,
     world: World,
     experts: ActorExperts | None = None,
-) -> dict[str, float]:
-    """Take a role's steps of the round; metrics are the same on every rank."""
+) -> RoleMetrics:
+    """Take a role's steps of the round."""
     steps = batch.plan.steps(role)
     first = config.critic.warmup_rounds if role == "actor" else 0  # rounds before this role's first one
-    shares: list[dict[str, torch.Tensor]] = []
+    shares: list[dict[str, Tensor]] = []
     num_tokens: list[int] = []
     of_optimizer: dict[str, list[float]] = {}
     counts = experts.count(batch, steps, world) if experts else None
@@ -88,7 +108,7 @@ def train_role(
         if step.skipped:
             continue
         done = (round - 1 - first + number / len(steps)) / (config.train.rounds - first)
-        totals: dict[str, torch.Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for _, micro in batch.micro_batches(step, world.dp_rank, fields):
             here = micro.to(world.device)
             with replaying(experts, here) as logits:
@@ -103,21 +123,10 @@ def train_role(
             of_optimizer.setdefault(name, []).append(value)
         shares.append(totals)
         num_tokens.append(int(batch.rows.loss_tokens[step.row].sum()))
-    metrics = _over_steps(shares, num_tokens, world) | ({} if counts is None else load_metrics(counts))
-    return metrics | {
+    names = sorted(shares[0]) if shares else []
+    rows = [torch.stack([share[name].double() for name in names]) for share in shares]
+    table = torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.float64, device=world.device)
+    of_round = {
         name: values[-1] if name.endswith("/lr") else sum(values) / len(values) for name, values in of_optimizer.items()
     }
-
-
-def _over_steps(shares: Sequence[dict[str, torch.Tensor]], num_tokens: Sequence[int], world: World) -> dict[str, float]:
-    """The round's metrics from each step's share on this rank."""
-    if not shares:
-        return {}
-    names = sorted(shares[0])
-    table = world.sum(torch.stack([torch.stack([share[name].double() for name in names]) for share in shares]))
-    by_step = table.cpu()
-    tokens = torch.tensor(num_tokens, dtype=torch.float64)
-    means = {}
-    for name, values in zip(names, by_step.T, strict=True):
-        means[name] = float(values.mean() if name in OBJECTIVES else (values * tokens).sum() / tokens.sum())
-    return means
+    return RoleMetrics(names, table, num_tokens, of_round | ({} if counts is None else load_metrics(counts)))

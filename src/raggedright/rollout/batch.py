@@ -1,9 +1,9 @@
 """Continuous batching without a clock: rows that decode together, one token a turn, and newcomers that join them.
 
-A row leaves as soon as it stops, and nothing of it is kept; newcomers are read in as few passes as their lengths
-allow and may join at any turn. Nothing here waits or knows of an event loop. Invariants: every job that is given to
-`admit` is answered once, or its future was done before; a job whose future is done (cancelled, aborted) leaves at the
-next turn.
+A row leaves as soon as it stops, and nothing of it outlives the next pass; newcomers are read in as few passes as
+their lengths allow and may join at any turn. Nothing here waits or knows of an event loop. Invariants: every job that
+is given to `admit` is answered once, or its future was done before; a job whose future is done (cancelled, aborted)
+leaves at the next turn.
 """
 
 import asyncio

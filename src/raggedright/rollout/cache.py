@@ -76,12 +76,18 @@ class _Layer(DynamicLayer):
                 stop, edge = layer.span[1], columns - kept.columns
                 if edge:
                     part[:, :, :edge] = 0
-                torch.index_select(
-                    layer.rooms[i][:, :, stop - kept.columns : stop], 0, kept.rows, out=part[:, :, edge:]
-                )
+                _copy_rows(layer.rooms[i][:, :, stop - kept.columns : stop], kept.rows, part[:, :, edge:])
             rooms.append(new)
         self.rooms = rooms
         self.use(0, columns)
+
+
+def _copy_rows(source: Tensor, rows: Tensor, target: Tensor) -> None:
+    """These rows of the source, into a view; in one copy on CPUs, as other devices may not take a view for `out`."""
+    if target.device.type == "cpu":
+        torch.index_select(source, 0, rows, out=target)
+    else:
+        target.copy_(source.index_select(0, rows))
 
 
 class Forward:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def test_a_whole_wave_in_one_pass_is_exact_too() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_with_one_context_are_exact_too(name: str) -> None:
     model = model_of(name)
-    requests = [replace(request, noise=bytes([n, k])) for n, request in enumerate(requests_of(5)) for k in range(6)]
+    requests = [request._replace(noise=bytes([n, k])) for n, request in enumerate(requests_of(5)) for k in range(6)]
     for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
         assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-12)
 

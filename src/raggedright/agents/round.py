@@ -222,7 +222,7 @@ class RoundRun:
             try:
                 self._loop.run_until_complete(future)
             except SystemExit as error:  # asyncio lets it through; it is the cause of a failure if a session raised it
-                if not any(_raised(task, error) for task in self._loop.agent_tasks):
+                if not any(_raised(task, error) for task in self._time.tasks):
                     raise
             except RuntimeError:
                 if future.done():

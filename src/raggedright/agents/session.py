@@ -36,8 +36,8 @@ class Session:
     """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it."""
 
     __slots__ = (
-        "_context_tokens", "_ended", "_generate", "_metrics", "_random", "_settings", "_trajectories", "_vision",
-        "key", "task", "tokenizer",
+        "_context_tokens", "_ended", "_generate", "_metrics", "_most_tokens", "_random", "_settings", "_trajectories",
+        "_vision", "key", "task", "tokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -52,8 +52,9 @@ class Session:
         vision: Vision | None = None,
     ) -> None:
         self.task, self.key, self.tokenizer = task, key, tokenizer
-        self._random: Random | str = f"{settings.seed}/{key.round}/{key.session}/{key.attempt}/{key.prompt}"
+        self._random: Random | None = None
         self._settings, self._generate, self._context_tokens = settings, generate, context_tokens
+        self._most_tokens = min(settings.max_row_tokens, context_tokens)  # of a trajectory
         self._vision = vision
         self._trajectories: list[Trajectory] = []
         self._metrics: dict[str, float] = {}
@@ -88,8 +89,9 @@ class Session:
     @property
     def random(self) -> Random:
         """Where its choices are drawn from; seeded when it is first asked for, as not every agent draws."""
-        if isinstance(self._random, str):
-            self._random = Random(self._random.encode())
+        if self._random is None:
+            round, prompt, session, attempt = self.key
+            self._random = Random(f"{self._settings.seed}/{round}/{session}/{attempt}/{prompt}".encode())
         return self._random
 
     @property

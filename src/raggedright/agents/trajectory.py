@@ -88,23 +88,21 @@ class Trajectory:
         """Go on from the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row."""
         self._check_idle()
         sampling = self._sampling(max_tokens, stop)
-        request = Request(ids=self.ids, sampling=sampling, noise=self._noise(), media=join_media(self._media))
+        request = Request(self.ids, sampling, self._noise(), join_media(self._media) if self._media else None)
         self._generating = True
         try:
-            generation = await self._session._generate(request)
+            ids, log_probs, reason, version, experts = await self._session._generate(request)
         finally:
             self._generating = False
         self._session.check_open()
-        self._ids += generation.ids
-        self._mask += [1] * len(generation.ids)
-        self._log_probs += generation.log_probs
-        self._finish_reason = generation.finish_reason
-        if generation.routed_experts is not None:
-            self._keep_experts(torch.from_numpy(generation.routed_experts))
-        version = generation.weight_version
+        self._ids += ids
+        self._mask += [1] * len(ids)
+        self._log_probs += log_probs
+        self._finish_reason = reason
+        if experts is not None:
+            self._keep_experts(torch.from_numpy(experts))
         self._weight_version = version if self._weight_version < 0 else min(version, self._weight_version)
-        text = decode(self._session.tokenizer, generation.ids)
-        return Reply([*generation.ids], text, generation.finish_reason)
+        return Reply([*ids], decode(self._session.tokenizer, ids), reason)
 
     def observe(self, tokens: Tokens, *, images: Sequence[Picture] = ()) -> None:
         """Add tokens that carry no loss; messages go on the chat after a reply, with the next generation prompt."""
@@ -121,19 +119,20 @@ class Trajectory:
         reward = None if self.reward is None else finite(self.reward)
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
-        experts = {} if self._experts is None else {"routed_experts": fill_up(self._experts, len(self._ids))}
-        vision = self._session._vision
+        fields: dict[str, object] = {
+            "input_ids": _vector(self._ids, np.int64),
+            "response_mask": _vector(self._mask, np.int64),
+            "rollout_log_probs": _vector(self._log_probs, np.float32),
+        }
+        if self._experts is not None:
+            fields["routed_experts"] = fill_up(self._experts, len(self._ids))
+        if (vision := self._session._vision) is not None:
+            fields |= vision.fields(self._ids, join_media(self._media))
         return NewRow(
             prompt_tokens=self._prompt_tokens,
             response_tokens=len(self._mask),
             loss_tokens=sum(self._mask),
-            fields={
-                "input_ids": _vector(self._ids, np.int64),
-                "response_mask": _vector(self._mask, np.int64),
-                "rollout_log_probs": _vector(self._log_probs, np.float32),
-                **experts,
-                **(vision.fields(self._ids, join_media(self._media)) if vision else {}),
-            },
+            fields=fields,
             tags={
                 "role": self.role,
                 "reward": reward,
@@ -154,28 +153,26 @@ class Trajectory:
             raise SessionError(f"row {self.name} is generating; await it first, or open a trajectory for each context")
 
     def _noise(self) -> bytes:
-        key = self._session.key
+        round, prompt, session, attempt = self._session.key
+        seed = self._session._settings.seed
         return noise_key(
-            seed=self._session._settings.seed,
-            round=key.round,
-            prompt=key.prompt,
-            session=key.session,
-            attempt=key.attempt,
-            trajectory=self.number,
+            seed=seed, round=round, prompt=prompt, session=session, attempt=attempt, trajectory=self.number
         )
 
     def _sampling(self, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
-        settings = self._session._settings
-        most = settings.sampling.max_tokens if max_tokens is None else max_tokens
+        plain = self._session._settings.sampling
+        most = plain.max_tokens if max_tokens is None else max_tokens
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise SessionError(f"row {self.name}: max_tokens is {most!r:.60}; it takes a whole number from 1")
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) and text for text in texts):
+        if texts and not all(isinstance(text, str) and text for text in texts):
             raise SessionError(f"row {self.name}: stop is {stop!r:.60}; it takes texts of one character or more")
         room = self._room
         if room < 1:
             raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
-        return _limited(settings.sampling, min(most, room), texts)
+        if most == plain.max_tokens <= room and not texts:
+            return plain
+        return _limited(plain, min(most, room), texts)
 
     def _encode(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
         if not isinstance(tokens, str) and not is_chat(tokens):
@@ -187,7 +184,8 @@ class Trajectory:
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
         self._check_length(len(ids))
-        self._media += [look.media] if look else []
+        if look is not None:
+            self._media.append(look.media)
         return ids
 
     def _encode_turn(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
@@ -216,6 +214,8 @@ class Trajectory:
 
     def _look(self, tokens: Tokens, images: Sequence[Picture]) -> Look | None:
         """How a text with images is encoded; None where there are none."""
+        if isinstance(tokens, str) and not images:
+            return None
         pictures = pictures_of(tokens, images)
         if not pictures:
             return None
@@ -231,7 +231,7 @@ class Trajectory:
 
     @property
     def _room(self) -> int:
-        return min(self._session._settings.max_row_tokens, self._session._context_tokens) - len(self._ids)
+        return self._session._most_tokens - len(self._ids)
 
     def _check_length(self, new: int) -> None:
         if new > self._room:

@@ -17,7 +17,7 @@ import signal
 import threading
 from asyncio import AbstractEventLoop, SelectorEventLoop, Task
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from time import monotonic
 from types import FrameType
@@ -31,11 +31,15 @@ class AgentBlocked(BaseException):
 
 
 class LoopTime:
-    """How long agents' code has held the loop, in all; `stopped` when the run is cancelled, and all time is over."""
+    """How long agents' code has held the loop, in all; `stopped` when the run is cancelled, and all time is over.
+
+    `tasks` are those that the sessions have under way, all together.
+    """
 
     def __init__(self) -> None:
         self.blocked = 0.0
         self.stopped = False
+        self.tasks: set[Task[object]] = set()
 
 
 class Guarded:
@@ -70,18 +74,14 @@ class Guarded:
 
     def hold(self, task: Task[object]) -> Task[object]:
         """Keep one of its tasks while it runs, which the loop itself does not."""
-        loop = task.get_loop()
-        assert isinstance(loop, GuardedLoop)
         self.tasks.add(task)
-        loop.agent_tasks.add(task)
+        self._time.tasks.add(task)
         task.add_done_callback(self._let_go)
         return task
 
     def _let_go(self, task: Task[object]) -> None:
-        loop = task.get_loop()
-        assert isinstance(loop, GuardedLoop)
         self.tasks.discard(task)
-        loop.agent_tasks.discard(task)
+        self._time.tasks.discard(task)
         self._on_done(self, task)
 
     def context(self) -> Context:
@@ -103,16 +103,17 @@ class Unguarded:
         self._token = _RUNNING.set(None)
 
     def __exit__(self, *error: object) -> None:
-        with suppress(ValueError):  # an agent that was left behind is freed elsewhere, in another context
+        try:
             _RUNNING.reset(self._token)
+        except ValueError:  # an agent that was left behind is freed elsewhere, in another context
+            return
 
 
 class GuardedLoop(SelectorEventLoop):
-    """An event loop that knows when its turn began, and which tasks the sessions started."""
+    """An event loop that knows when its turn began, and in whose name a task is started."""
 
     def __init__(self) -> None:
         self.turns = _Turns()
-        self.agent_tasks: set[Task[object]] = set()
         super().__init__(self.turns)
         self.set_task_factory(_new_task)  # type: ignore[arg-type]
 
@@ -136,7 +137,6 @@ class _Turns(selectors.DefaultSelector):
 
 
 def _new_task(loop: AbstractEventLoop, coro: Coroutine, **options: Context) -> Task:
-    assert isinstance(loop, GuardedLoop)
     task = Task(coro, loop=loop, **options)  # type: ignore[call-overload]
     context = options.get("context")
     session = _RUNNING.get() if context is None else context.get(_RUNNING)

@@ -1,9 +1,9 @@
 """Continuous batching without a clock: rows that decode together, one token a turn, and newcomers that join them.
 
-A row leaves as soon as it stops, and nothing of it is kept; newcomers are read in as few passes as their lengths
-allow and may join at any turn. Nothing here waits or knows of an event loop. Invariants: every job that is given to
-`admit` is answered once, or its future was done before; a job whose future is done (cancelled, aborted) leaves at the
-next turn.
+A row leaves as soon as it stops, and nothing of it outlives the next pass; newcomers are read in as few passes as
+their lengths allow and may join at any turn. Nothing here waits or knows of an event loop. Invariants: every job that
+is given to `admit` is answered once, or its future was done before; a job whose future is done (cancelled, aborted)
+leaves at the next turn.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raggedright.rollout.cache import Forward, RowCache
+from raggedright.rollout.cache import ID_BYTES, Forward, RowCache
 from raggedright.rollout.noise import key_words
 from raggedright.rollout.protocol import FinishReason, Generation, Sampling
 from raggedright.rollout.sampling import RowSettings, choose, uniforms
@@ -30,7 +30,7 @@ class Job:
     """A request under way: what it has so far, and where its answer goes."""
 
     number: int
-    context: NDArray[np.int64]
+    context: bytes  # its ids, as the cache takes them
     key: bytes  # of its randomness
     sampling: Sampling
     texts: TextStops | None
@@ -46,11 +46,9 @@ class Job:
             experts = np.concatenate(self.experts) if self.experts else None
             self.future.set_result(Generation(self.ids, self.log_probs, reason, version, experts))
 
-    def append(self, token: int, log_prob: float) -> FinishReason | None:
-        """Take a token; why the generation ends with it, if it does."""
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
-        if token in self.sampling.stop_ids or (self.texts is not None and self.texts.found(self.ids)):
+    def end(self) -> FinishReason | None:
+        """Why the generation ends with its last token, if it does."""
+        if self.ids[-1] in self.sampling.stop_ids or (self.texts is not None and self.texts.found(self.ids)):
             return "stop"
         return "length" if len(self.ids) == self.sampling.max_tokens else None
 
@@ -65,8 +63,14 @@ class _Group:
         self._rows_changed()
 
     def _rows_changed(self) -> None:
-        self._words = key_words([job.key for job in self.jobs])
-        self._settings = RowSettings.of([job.sampling for job in self.jobs], self._device)
+        self._draw: tuple[RowSettings, NDArray[np.uint64]] | None = None
+
+    def _drawing(self) -> tuple[RowSettings, NDArray[np.uint64]]:
+        """How tokens are drawn, made anew when rows have changed."""
+        if self._draw is None:
+            settings = RowSettings.of([job.sampling for job in self.jobs], self._device)
+            self._draw = settings, key_words([job.key for job in self.jobs])
+        return self._draw
 
     def prefill(self, version: int) -> None:
         """Read the contexts, and take the first token of each row."""
@@ -81,11 +85,13 @@ class _Group:
         experts = self.cache.routed_experts()
         if experts is not None:
             for job, of_row in zip(self.jobs, experts, strict=True):
-                job.experts.append(of_row[-len(job.context) :])
-        chosen = choose(logits, self._settings, uniforms(self._words, self.cache.lengths))
+                job.experts.append(of_row[-(len(job.context) // ID_BYTES) :])
+        settings, words = self._drawing()
+        chosen = choose(logits, settings, uniforms(words, self.cache.lengths))
         for job, token, log_prob in zip(self.jobs, *chosen, strict=True):
-            reason = job.append(token, log_prob)
-            if reason is not None:
+            job.ids.append(token)
+            job.log_probs.append(log_prob)
+            if (reason := job.end()) is not None:
                 job.finish(reason, version)
         self.drop_done()
 
@@ -96,7 +102,7 @@ class _Group:
             return
         self.jobs = [self.jobs[row] for row in kept]
         if kept:
-            self.cache.keep(kept)
+            self.cache.keep(np.array(kept))
             self._rows_changed()
 
     def join(self, other: "_Group") -> None:
@@ -145,15 +151,18 @@ class Batch:
 
 
 def _by_length(jobs: list[Job], *, padded: bool) -> list[list[Job]]:
-    """Newcomers in passes that waste little (nothing, unless `padded`): longest first, within the token limits."""
-    jobs = sorted(jobs, key=lambda job: (-len(job.context), job.number))
+    """Newcomers in passes that waste little (nothing, unless `padded`): longest first, within the token limits.
+
+    Of one length, first come first.
+    """
+    jobs = sorted(jobs, key=lambda job: len(job.context), reverse=True)
     parts: list[list[Job]] = []
     for job in jobs:
         if parts:
-            columns = len(parts[-1][0].context)
-            tokens = columns * (len(parts[-1]) + 1)
-            fits = padded or len(job.context) == columns
-            if fits and tokens <= (_PREFILL_TOKENS if 2 * len(job.context) >= columns else _SMALL_TOKENS):
+            longest, own = len(parts[-1][0].context), len(job.context)
+            tokens = longest // ID_BYTES * (len(parts[-1]) + 1)
+            fits = padded or own == longest
+            if fits and tokens <= (_PREFILL_TOKENS if 2 * own >= longest else _SMALL_TOKENS):
                 parts[-1].append(job)
                 continue
         parts.append([job])

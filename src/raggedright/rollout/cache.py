@@ -5,12 +5,14 @@ the longest row has tokens; what a masked column holds is finite and weighs exac
 row's numbers do not depend on its neighbours (up to the rounding of matrix products of another shape).
 
 The surprise: layers with a sliding window keep every column too. The model masks what is outside the window, and all
-layers can then be padded, joined and dropped in the same way.
+layers can then be moved and joined in the same way. And rows that are dropped, or repeated, are so in name only until
+the next pass, which moves all that stay once, to where it has room for what comes.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,9 @@ from raggedright.errors import ConfigError
 from raggedright.rollout.sight import Media, Sight
 from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.routing import Routers
+
+ID_BYTES = 8
+"""Of a token id in the rows that are read, which are bytes: that is how the same rows are found among many."""
 
 # Columns that a cache grows by at least, unless its rows end sooner.
 _GROWTH = 16
@@ -56,19 +61,33 @@ class _Layer(DynamicLayer):
         self.keys, self.values = (room[:, :, start:end] for room in self.rooms)
         return self.keys, self.values
 
-    def pad(self, *, rows: int, left: int, spare: int) -> None:
-        """Move to rooms with more rows below, empty columns on the left, and spare ones on the right."""
-        start, stop = self.span
-        columns = left + stop - start
+    def move(self, moves: "Sequence[tuple[_Layer, _Kept]]", *, columns: int, spare: int) -> None:
+        """Move to rooms with the kept rows of these layers, one below another, and spare columns on the right."""
+        num_rows = sum(len(kept.rows) for _, kept in moves)
         rooms = []
-        for old in self.rooms:
-            num_rows, heads, _, size = old.shape
-            new = old.new_empty(num_rows + rows, heads, columns + spare, size)
-            new[:num_rows, :, :left] = 0
-            new[:num_rows, :, left:columns] = old[:, :, start:stop]
+        for i, old in enumerate(self.rooms):
+            _, heads, _, size = old.shape
+            # A row's columns are next to each other in memory, as models make them, so that a row is one copy.
+            new = old.new_empty(num_rows, columns + spare, heads, size).transpose(1, 2)
+            first = 0
+            for layer, kept in moves:
+                part = new[first : first + len(kept.rows), :, :columns]
+                first += len(kept.rows)
+                stop, edge = layer.span[1], columns - kept.columns
+                if edge:
+                    part[:, :, :edge] = 0
+                _copy_rows(layer.rooms[i][:, :, stop - kept.columns : stop], kept.rows, part[:, :, edge:])
             rooms.append(new)
         self.rooms = rooms
         self.use(0, columns)
+
+
+def _copy_rows(source: Tensor, rows: Tensor, target: Tensor) -> None:
+    """These rows of the source, into a view; in one copy on CPUs, as other devices may not take a view for `out`."""
+    if target.device.type == "cpu":
+        torch.index_select(source, 0, rows, out=target)
+    else:
+        target.copy_(source.index_select(0, rows))
 
 
 class Forward:
@@ -81,10 +100,11 @@ class Forward:
         self.pad_token_id = pad_token_id
         self.num_layers = _num_plain_layers(model)
         self._modules = list(model.modules())
+        self._parameter = next(model.parameters())
         self.vocabulary, self.max_positions = _sizes(model)
         # Eager attention takes its softmax in float32, where float64's mask is -inf: a padded column would be NaN.
         eager = getattr(model.config, "_attn_implementation", None) == "eager"
-        self.reads_padded = not (eager and next(model.parameters()).dtype == torch.float64)
+        self.reads_padded = not (eager and self._parameter.dtype == torch.float64)
         taken = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in taken
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
@@ -94,7 +114,7 @@ class Forward:
     @property
     def device(self) -> torch.device:
         """Where the inputs go."""
-        return next(self.model.parameters()).device
+        return self._parameter.device
 
     def __call__(
         self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache, media: Mapping[str, Tensor]
@@ -165,6 +185,13 @@ def _num_plain_layers(model: nn.Module) -> int:
     return len(layers)
 
 
+class _Kept(NamedTuple):
+    """Which rows of a layer's rooms are in use, and in how many columns."""
+
+    rows: Tensor
+    columns: int
+
+
 class RowCache:
     """The cache of the rows of one batch, in their order."""
 
@@ -173,6 +200,7 @@ class RowCache:
         self._cache = Cache(layers=[_Layer() for _ in range(forward.num_layers)])
         self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._shifts = self.lengths  # of each row's positions: not zero after an image
+        self._places: NDArray[np.int64] | None = None  # of the rows in the rooms; None where all are in their order
 
     def routed_experts(self) -> NDArray[np.integer] | None:
         """The experts of each row in the last pass, [B, columns, layers, topk]; a row's own are the last columns."""
@@ -183,32 +211,32 @@ class RowCache:
     def _layers(self) -> "list[_Layer]":
         return [layer for layer in self._cache.layers if isinstance(layer, _Layer) and layer.rooms]
 
-    def prefill(self, rows: Sequence[NDArray[np.int64]], media: Sequence[Media | None]) -> Tensor:
+    def prefill(self, rows: Sequence[bytes], media: Sequence[Media | None]) -> Tensor:
         """Read the rows' tokens, and the images of those that have some, in one pass; the logits after each.
 
         What several rows have word for word, as the sessions of a prompt do at first, is read once.
         """
-        words = [i if media[i] else row.tobytes() for i, row in enumerate(rows)]
-        firsts: dict[object, int] = {}
-        for i, word in enumerate(words):
-            firsts.setdefault(word, i)
+        words = [i if seen else row for i, (row, seen) in enumerate(zip(rows, media, strict=True))]
+        firsts = dict(zip(reversed(words), range(len(rows) - 1, -1, -1), strict=True))
         if len(firsts) == len(rows):
             return self._read(rows, media)
-        logits = self._read([rows[i] for i in firsts.values()], [media[i] for i in firsts.values()])
-        number = {word: n for n, word in enumerate(firsts)}
-        which = [number[word] for word in words]
+        read = sorted(firsts.values())
+        logits = self._read([rows[i] for i in read], [media[i] for i in read])
+        number = {words[i]: n for n, i in enumerate(read)}
+        which = np.array([number[word] for word in words])
         self.keep(which)
+        index = torch.from_numpy(which)
         if (experts := self._forward.routed_experts) is not None:
-            self._forward.routed_experts = experts[which]
-        return logits[which]
+            self._forward.routed_experts = experts[index]
+        return logits.index_select(0, index.to(logits.device))
 
-    def _read(self, rows: Sequence[NDArray[np.int64]], media: Sequence[Media | None]) -> Tensor:
-        self.lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    def _read(self, rows: Sequence[bytes], media: Sequence[Media | None]) -> Tensor:
+        self.lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)) // ID_BYTES
         columns = int(self.lengths.max())
         positions = np.arange(columns) - (columns - self.lengths)[:, None]
         mask = positions >= 0
         ids = np.full(mask.shape, self._forward.pad_token_id, dtype=np.int64)
-        ids[mask] = np.concatenate(rows)
+        ids[mask] = np.frombuffer(b"".join(rows), dtype=np.int64)
         positions, self._shifts = self._forward.sight.positions(rows, media, np.maximum(positions, 0))
         return self._run(ids, positions, mask, self._forward.sight.join(media))
 
@@ -218,9 +246,12 @@ class RowCache:
         self.lengths = self.lengths + 1
         columns = int(self.lengths.max())
         mask = np.arange(columns) >= (columns - self.lengths)[:, None]
-        for layer in self._layers:
-            if layer.span[1] == layer.rooms[0].shape[2]:
-                layer.pad(rows=0, left=0, spare=min(ahead, max(_GROWTH, columns // 2)))
+        layers = self._layers
+        if self._places is not None or layers[0].span[1] == layers[0].rooms[0].shape[2]:
+            kept = self._kept(columns - 1)
+            for layer in layers:
+                layer.move([(layer, kept)], columns=columns - 1, spare=min(ahead, max(_GROWTH, columns // 2)))
+            self._places = None
         return self._run(np.array(tokens, dtype=np.int64)[:, None], positions, mask, {})
 
     def _run(
@@ -231,28 +262,21 @@ class RowCache:
         seen = {name: values.to(device) for name, values in media.items()}
         return self._forward(ids_t, positions_t, mask_t.long(), self._cache, seen)
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: NDArray[np.int64]) -> None:
         """Drop all rows but these, and the columns that none of them needs; one that is named twice is there twice."""
-        kept = np.array(rows)
-        index = torch.from_numpy(kept).to(self._forward.device)
-        self.lengths, self._shifts = self.lengths[kept], self._shifts[kept]
-        columns = int(self.lengths.max())
-        for layer in self._layers:
-            _, stop = layer.span
-            layer.rooms = [room[:, :, stop - columns :].index_select(0, index) for room in layer.rooms]
-            layer.use(0, columns)
+        self.lengths, self._shifts = self.lengths[rows], self._shifts[rows]
+        self._places = rows if self._places is None else self._places[rows]
+
+    def _kept(self, columns: int) -> _Kept:
+        places = np.arange(len(self.lengths)) if self._places is None else self._places
+        return _Kept(torch.from_numpy(places).to(self._forward.device), columns)
 
     def join(self, other: "RowCache") -> None:
         """Put another cache's rows behind these."""
-        num_rows, num_more = len(self.lengths), len(other.lengths)
-        columns = int(self.lengths.max())
+        mine, more = (cache._kept(int(cache.lengths.max())) for cache in (self, other))
+        columns = max(mine.columns, more.columns)
+        for layer, source in zip(self._layers, other._layers, strict=True):
+            layer.move([(layer, mine), (source, more)], columns=columns, spare=_GROWTH)
         self.lengths = np.concatenate([self.lengths, other.lengths])
         self._shifts = np.concatenate([self._shifts, other._shifts])
-        left = max(0, int(other.lengths.max()) - columns)
-        for layer, more in zip(self._layers, other._layers, strict=True):
-            layer.pad(rows=num_more, left=left, spare=_GROWTH)
-            start, stop = more.span
-            edge = left + columns - (stop - start)
-            for room, source in zip(layer.rooms, more.rooms, strict=True):
-                room[num_rows:, :, :edge] = 0
-                room[num_rows:, :, edge : left + columns] = source[:, :, start:stop]
+        self._places = None

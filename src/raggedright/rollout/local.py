@@ -15,8 +15,6 @@ from array import array
 from collections.abc import Callable, Iterable
 from threading import get_ident
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raggedright.errors import ConfigError
@@ -126,8 +124,8 @@ class LocalEngine:
             self._turns = turns
         return turns
 
-    def _context(self, request: Request) -> NDArray[np.int64]:
-        """The ids of a request that can be answered."""
+    def _context(self, request: Request) -> bytes:
+        """The ids of a request that can be answered, as the cache takes them."""
         new = request.sampling.max_tokens
         try:
             ids = array("q", request.ids)
@@ -135,20 +133,20 @@ class LocalEngine:
             raise EngineError(f"a request's ids are not whole numbers of 64 bits ({error})") from None
         if not ids:
             raise EngineError("a request has no ids; a context has 1 token or more, such as the tokenizer's first one")
-        if len(ids) + new > self.context_tokens:
+        most, size = self._forward.max_positions or _NO_LIMIT, self._forward.vocabulary
+        if len(ids) + new > most:
             raise EngineError(
                 f"a context of {len(ids):,} tokens and max_tokens = {new:,} make {len(ids) + new:,}, and the model has "
-                f"{self.context_tokens:,} positions; shorten the context or lower max_tokens"
+                f"{most:,} positions; shorten the context or lower max_tokens"
             )
-        low, high, size = min(ids), max(ids), self._forward.vocabulary
+        low, high = min(ids), max(ids)
         if low < 0 or high >= size:
             raise EngineError(
                 f"token id {low if low < 0 else high:,} is outside the model's vocabulary of {size:,} (ids from 0); "
                 "the tokenizer belongs to another model"
             )
-        context = np.frombuffer(ids, dtype=np.int64)
-        self._forward.sight.check(context, request.media or None)
-        return context
+        self._forward.sight.check(ids, request.media or None)
+        return ids.tobytes()
 
     def _text_stops(self, request: Request) -> TextStops | None:
         texts = request.sampling.stop_texts

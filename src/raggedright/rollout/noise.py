@@ -21,8 +21,8 @@ _S27, _S30, _S31, _S11 = (np.uint64(bits) for bits in (27, 30, 31, 11))
 def noise_key(*, seed: int, round: int, prompt: str, session: int, attempt: int, trajectory: int) -> bytes:
     """The 16 bytes that name a trajectory's randomness."""
     # The prompt comes last, behind numbers that hold no separator, so that no two lists of names read the same.
-    names = f"{seed:d}/{round:d}/{session:d}/{attempt:d}/{trajectory:d}/"
-    return hashlib.blake2b(names.encode() + prompt.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
+    names = b"%d/%d/%d/%d/%d/%b" % (seed, round, session, attempt, trajectory, prompt.encode("utf-8", "surrogatepass"))
+    return hashlib.blake2b(names, digest_size=KEY_BYTES).digest()
 
 
 def as_key(noise: bytes) -> bytes:

@@ -55,8 +55,7 @@ class Sampling:
             raise ConfigError("stop_texts has an empty text, which every text contains; leave it out")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """The whole context so far, how to go on, and the name of the trajectory (`sampling.noise_key`).
 
     `media` is what the processor made of the context's images: pixel_values and image_grid_thw, one after another.

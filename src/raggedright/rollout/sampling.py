@@ -43,6 +43,9 @@ class RowSettings(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> "RowSettings":
         """Settings of rows on a device; what all rows leave alone costs nothing later."""
+        first = rows[0]
+        if first.temperature > 0 and not first.top_k and first.top_p == 1 and all(row is first for row in rows):
+            return cls(first.temperature, None, None)
         plain = [row.temperature or 1.0 for row in rows]
         temperature = (
             plain[0]
@@ -91,7 +94,6 @@ def choose(logits: Tensor, settings: RowSettings, noise: NDArray[np.float64]) ->
 
 def _choose(logits: Tensor, settings: RowSettings, u: Tensor) -> tuple[list[int], list[float]]:
     best, arg_best = logits.max(-1, keepdim=True)
-    _refuse_bad(logits, best)
     scores = logits.to(torch.float64) - best
     if isinstance(settings.temperature, Tensor) or settings.temperature != 1.0:
         scores /= settings.temperature
@@ -100,8 +102,10 @@ def _choose(logits: Tensor, settings: RowSettings, u: Tensor) -> tuple[list[int]
     weights = torch.exp(scores)
     cumulated = weights.cumsum(-1)
     total = cumulated[:, -1:]
-    chosen = torch.searchsorted(cumulated, u[:, None] * total, right=True)
-    chosen = _with_weight(chosen, weights)
+    chosen = torch.searchsorted(cumulated, u[:, None] * total, right=True).clamp_(max=logits.shape[1] - 1)
+    if not bool((weights.gather(-1, chosen) > 0).all()):
+        _refuse_bad(logits, best)
+        chosen = _with_weight(chosen, weights)
     if settings.greedy is not None:
         chosen = torch.where(settings.greedy[:, None], arg_best, chosen)
     log_probs = scores.gather(-1, chosen) - total.log()
@@ -124,15 +128,10 @@ def _cut(scores: Tensor, cuts: Cuts) -> Tensor:
 
 def _with_weight(chosen: Tensor, weights: Tensor) -> Tensor:
     """The choice, or the nearest token below it that has a probability, where rounding led to one that has none."""
-    last = weights.shape[1] - 1
-    chosen = chosen.clamp(max=last)
-    zero = weights.gather(-1, chosen)[:, 0] == 0
-    if bool(zero.any()):
-        ids = torch.arange(last + 1, device=weights.device)
-        rows = weights[zero] > 0
-        below = torch.where(rows & (ids <= chosen[zero]), ids, -1).amax(-1)
-        chosen[zero, 0] = torch.where(below >= 0, below, rows.to(torch.int8).argmax(-1))
-    return chosen
+    ids = torch.arange(weights.shape[1], device=weights.device)
+    possible = weights > 0
+    below = torch.where(possible & (ids <= chosen), ids, -1).amax(-1, keepdim=True)
+    return torch.where(below >= 0, below, possible.to(torch.int8).argmax(-1, keepdim=True))
 
 
 def _refuse_bad(logits: Tensor, best: Tensor) -> None:

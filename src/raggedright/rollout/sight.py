@@ -4,6 +4,7 @@ Rows with and without images share a pass. Pixels are read once, with the contex
 values like any token, and only the shift of its row's positions remains.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,10 +30,13 @@ class Sight:
         self._placeholders = placeholder_ids(config)
         self._merge_size: int | None = getattr(vision, "spatial_merge_size", None)
 
-    def check(self, ids: NDArray[np.int64], media: Media | None) -> None:
+    def check(self, context: "array[int]", media: Media | None) -> None:
         """Refuse a context whose images cannot be placed, and one with a placeholder and no image."""
+        if media is None and not len(self._placeholders):
+            return
+        ids = np.frombuffer(context, dtype=np.int64)
         if media is None:
-            if len(self._placeholders) and (found := np.isin(ids, self._placeholders)).any():
+            if (found := np.isin(ids, self._placeholders)).any():
                 at = int(found.argmax())
                 raise EngineError(f"a request has no images and its token {at:,}, {ids[at]}, stands for one")
             return
@@ -50,15 +54,16 @@ class Sight:
         return image_positions(ids, grids, image_token_id=self._image_token_id, merge_size=self._merge_size)
 
     def positions(
-        self, rows: Sequence[NDArray[np.int64]], media: Sequence[Media | None], plain: NDArray[np.int64]
+        self, rows: Sequence[bytes], media: Sequence[Media | None], plain: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions of rows that end at the last column, with axes where some row has images; the shift of each."""
         shifts = np.zeros(len(rows), dtype=np.int64)
         if not any(media):
             return plain, shifts
         axes = np.repeat(plain[None], 3, axis=0)
-        for i, (ids, seen) in enumerate(zip(rows, media, strict=True)):
+        for i, (row, seen) in enumerate(zip(rows, media, strict=True)):
             if seen:
+                ids = np.frombuffer(row, dtype=np.int64)
                 axes[:, i, -len(ids) :] = found = self._axes(ids, seen)
                 shifts[i] = position_shift(found)
         return axes, shifts

@@ -24,7 +24,7 @@ from raggedright.train.stop import Stop
 from raggedright.train.world import TrainError, World
 
 MODEL_FOLDER = "model"
-YOUNG_OBJECTS = 10_000  # that are made before the garbage collector looks at them
+YOUNG_OBJECTS = 50_000  # that live before the garbage collector looks at them
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -36,7 +36,7 @@ def train(config: Config, world: World) -> str:
     recorder = RunRecorder(setup, first_round=first, found=found)
     gc.collect()
     gc.freeze()  # what is there now stays; a full collection in mid-run would take as long as a round to walk it
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)  # Python's 700 has it look 50 times a round, at objects that go anyway
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)  # with fewer it looks at a round's sessions, which go anyway
     stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:

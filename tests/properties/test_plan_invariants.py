@@ -1,5 +1,7 @@
 """Each promise of DESIGN's plan, over random batches and layouts; `checks` recomputes what a plan says."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ def test_no_micro_batch_exceeds_the_cap_as_it_is_collated(plan: Plan) -> None:
     checks.check_cap(plan)
 
 
-@given(batches(), st.integers(1, 3), st.integers(0, 100), st.sampled_from(["packed", "padded"]))
+@given(batches(), st.integers(1, 3), st.integers(0, 100), st.sampled_from(get_args(Collate)))
 def test_no_micro_batch_exceeds_the_cap_where_few_ranks_share_many_rows(
     rows: Rows, dp_size: int, more: int, collate: Collate
 ) -> None:

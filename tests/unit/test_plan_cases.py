@@ -100,14 +100,6 @@ def over_long_records() -> list[dict[str, str | int]]:
     return [{"prompt": "z", **counts, "response_tokens": 9_000}, {"prompt": "a", **counts, "response_tokens": 512}]
 
 
-def test_a_tree_is_planned_as_a_pack() -> None:
-    """What rows share is not known to a plan, and so it counts all their tokens."""
-    rows = make_rows(200, 40)
-    packed, tree = (planned(rows, replace(ORIGIN, micro_batch_tokens=1_024, collate=how)) for how in ("packed", "tree"))
-    for a, b in zip(packed.steps("actor"), tree.steps("actor"), strict=True):
-        assert (a.row.tolist(), a.bounds.tolist()) == (b.row.tolist(), b.bounds.tolist())
-
-
 @pytest.mark.parametrize("align", ALIGNS)
 @pytest.mark.parametrize("collate", ["packed", "padded"])
 def test_a_row_over_the_budget_fills_a_micro_batch_alone(align: Align, collate: str) -> None:

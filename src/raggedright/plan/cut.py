@@ -4,7 +4,7 @@
 what the packing needs, and adds a padding row only for a micro-batch that no row is left for. `cut_by_rank` keeps rows
 on the ranks they are on (align lcm, forward-only work). Either way every rank has the same number of micro-batches,
 and slot j, the j-th of every rank, costs about the same on all of them; the dearest slots come first, so that
-a shortage of memory shows at once.
+a shortage of memory shows at once. Given `kin`, a micro-batch costs what its trees do.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raggedright.arrays import Floats, Ints
+from raggedright.plan.kin import Kin
 from raggedright.plan.layout import Layout
 from raggedright.plan.micro_batches import micro_batch_costs, pack, spread
 from raggedright.plan.packing import count_bins
@@ -68,25 +69,40 @@ class Step:
         return replace(self, weight=weight, skipped=not weight.any())
 
 
-def cut_freely(row: Ints, lengths: Ints, layout: Layout, *, epoch: int, first_padding: int) -> Step:
+def costs_of(step: Step, lengths: Ints, layout: Layout, kin: Kin | None) -> Ints:
+    """Cost of each micro-batch of a step, [dp_size, num_slots]."""
+    number, num_bins = step.micro_batch_index, step.num_micro_batches
+    costs = micro_batch_costs(number, lengths[step.row], num_bins, layout, kin and kin.take(step.row))
+    return costs.reshape(step.dp_size, step.num_slots)
+
+
+def cut_freely(
+    row: Ints, lengths: Ints, layout: Layout, *, epoch: int, first_padding: int, kin: Kin | None = None
+) -> Step:
     """Lay out rows (in descending length) over all ranks; padding rows are numbered from `first_padding`."""
     dp_size, multiple = layout.dp_size, layout.dp_size * layout.micro_batch_multiple
     length = lengths[row]
     packed = pack(length, layout, multiple=multiple)
     num_bins = multiple * -(-count_bins(packed) // multiple)
-    bins = spread(length, packed, num_bins=num_bins, width=dp_size, layout=layout)
+    bins = spread(length, packed, num_bins=num_bins, width=dp_size, layout=layout, kin=kin and kin.take(row))
     num_padding = max(0, num_bins - len(row))
     row = np.append(row, first_padding + np.arange(num_padding))
     bins = np.append(bins, num_bins - num_padding + np.arange(num_padding))
     length = np.append(length, np.full(num_padding, layout.min_row_tokens))
-    costs = micro_batch_costs(bins, length, num_bins, layout).reshape(-1, dp_size)
+    costs = micro_batch_costs(bins, length, num_bins, layout, kin and kin.take(row)).reshape(-1, dp_size)
     num_slots = num_bins // dp_size
     number = _rank_of_bin(costs) * num_slots + np.repeat(np.arange(num_slots), dp_size)
     return _step(row, number[bins], num_slots, dp_size, epoch)
 
 
 def cut_by_rank(
-    rows_of_rank: Sequence[Ints], lengths: Ints, layout: Layout, *, epoch: int, first_padding: int | None
+    rows_of_rank: Sequence[Ints],
+    lengths: Ints,
+    layout: Layout,
+    *,
+    epoch: int,
+    first_padding: int | None,
+    kin: Kin | None = None,
 ) -> Step:
     """Lay out each rank's rows (in descending length) over one number of micro-batches.
 
@@ -98,9 +114,9 @@ def cut_by_rank(
     num_slots = multiple * -(-max(map(count_bins, packings)) // multiple)
     rows, bins = [], []
     for dp_rank, (row, packed) in enumerate(zip(rows_of_rank, packings, strict=True)):
-        length = lengths[row]
-        slots = spread(length, packed, num_bins=num_slots, width=num_slots, layout=layout)
-        by_cost = np.argsort(-micro_batch_costs(slots, length, num_slots, layout), kind="stable")
+        length, kin_of_rank = lengths[row], kin and kin.take(row)
+        slots = spread(length, packed, num_bins=num_slots, width=num_slots, layout=layout, kin=kin_of_rank)
+        by_cost = np.argsort(-micro_batch_costs(slots, length, num_slots, layout, kin_of_rank), kind="stable")
         slot_of_bin = np.empty(num_slots, dtype=np.int64)
         slot_of_bin[by_cost] = np.arange(num_slots)
         rows.append(row)

@@ -24,9 +24,11 @@ SEARCH_MAX_LOOKS = 30_000
 
 def pack(sizes: Ints, capacity: int, *, multiple: int) -> Ints:
     """Bin of each row, by first-fit-decreasing, improved where a tighter packing would save a whole `multiple`."""
+    fewest = -(-int(sizes.sum()) // capacity)
+    if fewest <= 1:
+        return np.zeros(len(sizes), dtype=np.int64)
     bins = first_fit_decreasing(sizes, capacity)
     num_bins = count_bins(bins)
-    fewest = -(-int(sizes.sum()) // capacity)
     if len(sizes) <= SEARCH_MAX_ROWS and -(-num_bins // multiple) > -(-fewest // multiple):
         tighter = fullest_bin_first(sizes, capacity)
         if tighter is not None and count_bins(tighter) < num_bins:

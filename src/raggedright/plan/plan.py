@@ -23,8 +23,9 @@ import numpy as np
 
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
-from raggedright.plan.cut import Step, cut_by_rank, cut_freely, deal_to_ranks, join_steps
+from raggedright.plan.cut import Step, costs_of, cut_by_rank, cut_freely, deal_to_ranks, join_steps
 from raggedright.plan.deal import deal_prompts, deal_rows, lcm_multiple, num_steps
+from raggedright.plan.kin import Kin
 from raggedright.plan.layout import Layout
 from raggedright.plan.micro_batches import row_costs
 from raggedright.plan.weights import token_weights
@@ -32,6 +33,9 @@ from raggedright.records import FIELDS
 from raggedright.rows import Rows
 
 Role = Literal["actor", "critic", "forward"]
+
+# The part of a forward pass's time that more micro-batches than it needs must save.
+WORTH_MORE_SLOTS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +69,11 @@ class Plan:
         return _lengths(self.rows, self.layout, self.num_padding_rows)
 
     @cached_property
+    def kin(self) -> Kin | None:
+        """Which rows are taken to begin alike; None where the collation makes nothing of it."""
+        return _kin(self.rows, self.layout)
+
+    @cached_property
     def padded_rows(self) -> Rows:
         """The rows and then the padding rows, so that every position in the plan is a row of it."""
         return self.rows.with_padding(self.num_padding_rows, self.layout.min_row_tokens)
@@ -93,19 +102,24 @@ def make_plan(rows: Rows, layout: Layout) -> Plan:
     planned = np.setdiff1d(real, dropped, assume_unique=True)
     planned = planned[np.lexsort((rows.order[planned], -lengths[planned]))]
     _check_cost(lengths[planned], layout)
+    kin = _kin(rows, layout)
     multiple = lcm_multiple(layout) if layout.align == "lcm" else None
     roles: dict[Role, tuple[Step, ...]] = {}
     if layout.actor_trains:
-        roles["actor"] = _training_steps(rows, planned, lengths, layout, layout.mini_batch_size, multiple)
+        roles["actor"] = _training_steps(rows, planned, lengths, kin, layout, layout.mini_batch_size, multiple)
     if layout.critic_mini_batch_size is not None:
-        roles["critic"] = _training_steps(rows, planned, lengths, layout, layout.critic_mini_batch_size, multiple)
+        roles["critic"] = _training_steps(rows, planned, lengths, kin, layout, layout.critic_mini_batch_size, multiple)
     first_epoch = [step for step in next(iter(roles.values())) if step.epoch == 0]
-    roles["forward"] = (_forward_pass(first_epoch, rows, layout),)
+    roles["forward"] = (_forward_pass(first_epoch, rows, kin, layout),)
     return Plan(rows, layout, roles, dropped, multiple)
 
 
 def _lengths(rows: Rows, layout: Layout, num_padding: int) -> Ints:
     return np.append(np.maximum(rows.tokens, layout.min_row_tokens), np.full(num_padding, layout.min_row_tokens))
+
+
+def _kin(rows: Rows, layout: Layout) -> Kin | None:
+    return Kin.of(rows) if layout.collate == "tree" else None
 
 
 def _over_long(rows: Rows, real: Ints, lengths: Ints, layout: Layout) -> Ints:
@@ -133,7 +147,13 @@ def _check_cost(lengths: Ints, layout: Layout) -> None:
 
 
 def _training_steps(
-    rows: Rows, planned: Ints, lengths: Ints, layout: Layout, mini_batch_size: int, multiple: int | None
+    rows: Rows,
+    planned: Ints,
+    lengths: Ints,
+    kin: Kin | None,
+    layout: Layout,
+    mini_batch_size: int,
+    multiple: int | None,
 ) -> tuple[Step, ...]:
     """The steps of a role over all epochs, each epoch dealt anew."""
     steps = []
@@ -141,12 +161,12 @@ def _training_steps(
         if multiple is None:
             count = num_steps(layout, mini_batch_size)
             step_of_row = deal_prompts(rows, planned, count, seed=layout.seed, epoch=epoch)
-            cuts = _cut_to_steps(rows, _split(planned, step_of_row, count), lengths, layout, epoch)
+            cuts = _cut_to_steps(rows, _split(planned, step_of_row, count), lengths, kin, layout, epoch)
         else:
             rows_per_step = mini_batch_size * layout.rollout_n
             count = multiple * -(-len(planned) // multiple) // rows_per_step
             step_of_row = deal_rows(rows, planned, count, seed=layout.seed, epoch=epoch)
-            cuts = _cut_to_lcm(rows, _split(planned, step_of_row, count), rows_per_step, layout, epoch)
+            cuts = _cut_to_lcm(rows, _split(planned, step_of_row, count), rows_per_step, kin, layout, epoch)
         weights = token_weights(rows, layout.loss_agg, step=step_of_row, loss_norm_tokens=layout.loss_norm_tokens)
         steps += [step.weighed(weights) for step in cuts]
     return tuple(steps)
@@ -159,16 +179,20 @@ def _split(planned: Ints, step_of_row: Ints, count: int) -> list[Ints]:
     return np.split(planned[np.argsort(step, kind="stable")], ends[:-1]) if count else []
 
 
-def _cut_to_steps(rows: Rows, rows_of_step: list[Ints], lengths: Ints, layout: Layout, epoch: int) -> list[Step]:
+def _cut_to_steps(
+    rows: Rows, rows_of_step: list[Ints], lengths: Ints, kin: Kin | None, layout: Layout, epoch: int
+) -> list[Step]:
     steps, first_padding = [], len(rows)
     for row in rows_of_step:
-        step = cut_freely(row, lengths, layout, epoch=epoch, first_padding=first_padding)
+        step = cut_freely(row, lengths, layout, epoch=epoch, first_padding=first_padding, kin=kin)
         first_padding += len(step.row) - len(row)
         steps.append(step)
     return steps
 
 
-def _cut_to_lcm(rows: Rows, rows_of_step: list[Ints], rows_per_step: int, layout: Layout, epoch: int) -> list[Step]:
+def _cut_to_lcm(
+    rows: Rows, rows_of_step: list[Ints], rows_per_step: int, kin: Kin | None, layout: Layout, epoch: int
+) -> list[Step]:
     """Equal row counts a step, equal over ranks within a step to one row and over the batch exactly."""
     num_padding = rows_per_step * len(rows_of_step) - sum(map(len, rows_of_step))
     lengths = _lengths(rows, layout, num_padding)
@@ -179,12 +203,15 @@ def _cut_to_lcm(rows: Rows, rows_of_step: list[Ints], rows_per_step: int, layout
         first_padding += missing
         costs = row_costs(lengths[row], layout)
         ranks = deal_to_ranks(row, costs, layout.dp_size, first_rank=number * rows_per_step % layout.dp_size)
-        steps.append(cut_by_rank(ranks, lengths, layout, epoch=epoch, first_padding=None))
+        steps.append(cut_by_rank(ranks, lengths, layout, epoch=epoch, first_padding=None, kin=kin))
     return steps
 
 
-def _forward_pass(steps: list[Step], rows: Rows, layout: Layout) -> Step:
-    """All rows once, each on its rank; fewer and fuller micro-batches than the steps' own where that is possible."""
+def _forward_pass(steps: list[Step], rows: Rows, kin: Kin | None, layout: Layout) -> Step:
+    """All rows once, each on its rank; fewer and fuller micro-batches than the steps' own where that is possible.
+
+    Trees keep the steps' own where these repeat so much less that it is worth more micro-batches.
+    """
     if not steps:  # align lcm without rows
         return cut_freely(np.empty(0, dtype=np.int64), rows.tokens, layout, epoch=0, first_padding=len(rows))
     joined = join_steps(steps)
@@ -198,5 +225,10 @@ def _forward_pass(steps: list[Step], rows: Rows, layout: Layout) -> Step:
         per_rank = [row[row < len(rows)] for row in per_rank]
     name_order = np.append(rows.order, np.arange(len(rows), len(lengths)))
     per_rank = [row[np.lexsort((name_order[row], -lengths[row]))] for row in per_rank]
-    repacked = cut_by_rank(per_rank, lengths, layout, epoch=0, first_padding=first_padding)
-    return min(joined, repacked, key=lambda step: (step.num_slots, step.num_empty))
+    repacked = cut_by_rank(per_rank, lengths, layout, epoch=0, first_padding=first_padding, kin=kin)
+    best = min(joined, repacked, key=lambda step: (step.num_slots, step.num_empty))
+    if kin is not None and best is repacked and joined.num_empty == 0:
+        # Fuller micro-batches have less room for kin.
+        times = [int(costs_of(step, lengths, layout, kin).max(axis=0).sum()) for step in (joined, repacked)]
+        best = joined if times[0] < times[1] - times[1] // WORTH_MORE_SLOTS else repacked
+    return best

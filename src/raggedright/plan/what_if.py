@@ -91,7 +91,7 @@ def _planned(plan: Plan) -> Ints:
 def _cut_in_order(row: Ints, plan: Plan) -> Step:
     """A mini-batch whose rows go to ranks in runs, as they come."""
     ranks = [part[np.argsort(-plan.lengths[part], kind="stable")] for part in np.array_split(row, plan.layout.dp_size)]
-    return cut_by_rank(ranks, plan.lengths, plan.layout, epoch=0, first_padding=None)
+    return cut_by_rank(ranks, plan.lengths, plan.layout, epoch=0, first_padding=None, kin=plan.kin)
 
 
 def _outcome(rule: str, steps: Sequence[Step], plan: Plan) -> WhatIf:
@@ -107,5 +107,5 @@ def _outcome(rule: str, steps: Sequence[Step], plan: Plan) -> WhatIf:
         copied_rows=int(np.maximum(times - 1, 0).sum()),
         steps=len(steps),
         fewest_rows=min((int((step.row < num_rows).sum()) for step in steps), default=0),
-        imbalance=imbalance_of(steps, plan.lengths, plan.layout),
+        imbalance=imbalance_of(steps, plan),
     )

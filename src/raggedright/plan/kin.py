@@ -1,0 +1,136 @@
+"""Rows that begin alike, kept in one micro-batch for `collate = "tree"`, which computes once what they share.
+
+A plan sees no token, so it guesses: rows of one prompt are kin where their own prompts are equally long, and have that
+prompt in common. Rows stand in a line, prompt after prompt and kin beside kin. Micro-batches are runs of it, so that a
+cut tears one prompt at most, and they are level in what a tree computes: one may hold more rows than another.
+
+Invariants: no bin exceeds its capacity, which counts whole rows (a wrong guess must not break a budget); there are no
+more bins than the packing allows, and each gets a row where there are enough; all arithmetic is in integers.
+
+The surprise: a good packing leaves runs no room. Then each bin takes what comes next in the line and fills up with
+smaller rows from a little further on, which tears more prompts, but takes few rows from each.
+"""
+
+from bisect import bisect_right
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from raggedright.arrays import Ints
+from raggedright.plan.level import LEVEL_ENOUGH, split_bins
+from raggedright.plan.packing import count_bins, first_fit_decreasing
+from raggedright.rows import Rows
+
+# Rows that a bin passes over, too large for its room, before it is left as it is.
+LOOK_AHEAD = 64
+
+
+class Kin(NamedTuple):
+    """Of each row: the number of its kin, in the order of the line, and the tokens they share. Padding is the last."""
+
+    number: Ints
+    shared: Ints
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Kin":
+        """The kin among these rows."""
+        longest = int(rows.prompt_tokens.max(initial=0))
+        found, number = np.unique(rows.prompt_index * (longest + 1) + rows.prompt_tokens, return_inverse=True)
+        return cls(np.append(number, len(found)), np.append(rows.prompt_tokens, 0))
+
+    def take(self, row: Ints) -> "Kin":
+        """The kin of the rows at these positions; those past the end are padding."""
+        row = np.minimum(row, len(self.number) - 1)
+        return Kin(self.number[row], self.shared[row])
+
+
+def costs_in_trees(bins: Ints, costs: Ints, shared: Ints, number: Ints) -> Ints:
+    """Cost of each row where only the first of its kin in a bin pays for what they share."""
+    _, first = np.unique(bins * (int(number.max(initial=0)) + 1) + number, return_index=True)
+    paid = costs - shared
+    paid[first] = costs[first]
+    return paid
+
+
+def keep_together(sizes: Ints, costs: Ints, shared: Ints, number: Ints, *, num_bins: int, capacity: int) -> Ints | None:
+    """Bin of each row with kin together, or None where they do not fit so. Rows come in descending size.
+
+    `shared` is the part of a row's cost that it has in common with the rows of its `number`.
+    """
+    line = np.argsort(number, kind="stable")
+    is_first = np.append(True, np.diff(number[line]) != 0)
+    own = costs[line] - np.where(is_first, 0, shared[line])
+    in_line = _cut_line(sizes[line], own, costs[line] - own, num_bins, capacity)
+    if in_line is None:
+        in_line = _fill_along(sizes[line], num_bins, capacity)
+    if in_line is None:
+        return None
+    bins = np.empty(len(line), dtype=np.int64)
+    bins[line] = split_bins(in_line, own, num_bins)
+    return bins
+
+
+def _cut_line(sizes: Ints, own: Ints, again: Ints, num_bins: int, capacity: int) -> Ints | None:
+    """Runs of the line under the least bound on a run's cost, to a thousandth, that makes no more than `num_bins`.
+
+    A row costs its own part, and where it begins a run `again` what it shares with kin before it.
+    """
+    num_rows = len(sizes)
+    size_to = np.append(0, np.cumsum(sizes)).tolist()
+    cost_to = np.append(0, np.cumsum(own)).tolist()
+    cost_again = again.tolist()
+
+    def starts_under(bound: int) -> list[int]:
+        starts, at = [], 0
+        while at < num_rows and len(starts) <= num_bins:
+            starts.append(at)
+            by_size = bisect_right(size_to, size_to[at] + capacity)
+            by_cost = bisect_right(cost_to, cost_to[at] - cost_again[at] + bound)
+            at = max(at + 1, min(by_size, by_cost) - 1)
+        return starts
+
+    low, high = cost_to[-1] // num_bins, cost_to[-1] + max(cost_again)
+    starts = starts_under(high)
+    if len(starts) > num_bins:
+        return None
+    while high - low > high // LEVEL_ENOUGH + 1:
+        middle = (low + high) // 2
+        found = starts_under(middle)
+        if len(found) <= num_bins:
+            starts, high = found, middle
+        else:
+            low = middle
+    return np.repeat(np.arange(len(starts)), np.diff([*starts, num_rows]))
+
+
+def _fill_along(sizes: Ints, num_bins: int, capacity: int) -> Ints | None:
+    """Bins that take the next rows of the line; where these are too many, the last ones are packed by size alone."""
+    bins = _take_next(sizes.tolist(), num_bins, capacity)
+    for anew in (0, num_bins // 8, num_bins // 4, num_bins // 2, num_bins * 3 // 4):
+        rest = np.flatnonzero(bins >= num_bins - anew)
+        rest = rest[np.argsort(-sizes[rest], kind="stable")]
+        packed = first_fit_decreasing(sizes[rest], capacity)
+        if count_bins(packed) <= anew:
+            bins[rest] = num_bins - anew + packed
+            return bins
+    return None
+
+
+def _take_next(sizes: list[int], num_bins: int, capacity: int) -> Ints:
+    """Each bin takes the first rows left and, of those behind them, what fits its room; `num_bins`: no room at all."""
+    bins = np.full(len(sizes), num_bins)
+    left, waiting = iter(range(len(sizes))), []
+    for b in range(num_bins):
+        room, taken, passed = capacity, [], []
+        for i in chain(waiting, left):
+            if sizes[i] <= room:
+                room -= sizes[i]
+                taken.append(i)
+            else:
+                passed.append(i)
+                if len(passed) > LOOK_AHEAD:
+                    break
+        bins[taken] = b
+        waiting = passed
+    return bins

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,7 +107,7 @@ def test_the_engine_records_the_experts_of_every_position_it_feeds_to_the_model(
     """Newcomers, rows that leave, contexts of any length beside each other: the same as for the row alone."""
     model = model_of("qwen3-moe")
     requests = requests_of(16)
-    requests += [replace(request, noise=bytes([n])) for n, request in enumerate(requests[:5])]
+    requests += [request._replace(noise=bytes([n])) for n, request in enumerate(requests[:5])]
     engine = LocalEngine(model, max_batch_rows=max_batch_rows, routers=routers_of(model))
     for request, answer in zip(requests, generate_all(engine, requests), strict=True):
         expected = natural(model, [*request.ids, *answer.ids[:-1]])

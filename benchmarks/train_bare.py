@@ -32,7 +32,7 @@ class Bare:
         self.eos, self.ids = tokenizer.eos_token_id, tokenizer.get_vocab()
         self.symbols = {i: symbol for symbol, i in self.ids.items()}
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), fused=True)
         self.generator = torch.Generator().manual_seed(dp_rank)
 
     @torch.no_grad()

@@ -43,8 +43,9 @@ class World:
         return self.dp_rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of a list that all ranks have."""
-        return items[self.dp_rank :: self.dp_size]
+        """This rank's part of a list that all have. Neighbours stay together: sessions of a prompt begin alike."""
+        first, last = (len(items) * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
+        return items[first:last]
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

@@ -173,7 +173,7 @@ def _neutral(weights: TokenWeights, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 def _sums(name: str, losses: Tensor, weights: TokenWeights, means: Mapping[str, Tensor] | None = None) -> Sums:
     """A loss, which is the metric of this name too, and token means of other values."""
-    loss = torch.dot(weights.loss, losses.double())
+    loss = torch.dot(weights.loss.double(), losses.double())  # a field of a stored row may be float32
     return Sums(loss, {name: loss.detach(), **weighted_sums(means or {}, weights.mean)})
 
 

@@ -1,6 +1,7 @@
 """Losses against plain calculations, token by token, and their gradients against finite differences."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -176,3 +177,12 @@ def test_an_unknown_kind_is_named():
         all_losses(flat, weights, kl="k4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="dual_clip is 1; it takes a number above 1"):
         policy_loss(flat["log_probs"], flat["old_log_probs"], flat["advantages"], weights, dual_clip=1)
+
+
+def test_weights_may_be_float32_as_a_stored_field_is():
+    batch = make_batch(dtype=torch.float32)
+    weights = batch.weights("session-mean")
+    narrow = replace(weights, loss=weights.loss.float(), mean=weights.mean.float())
+    for wide, other in zip(all_losses(batch.flat(), weights), all_losses(batch.flat(), narrow), strict=True):
+        assert torch.allclose(other.loss.double(), wide.loss.double(), rtol=1e-6)
+        assert other.metrics.keys() == wide.metrics.keys()

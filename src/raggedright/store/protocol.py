@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 from raggedright.errors import RaggedRightError
 
 if TYPE_CHECKING:
-    from raggedright.tensors.ragged import Ragged
+    from raggedright.ragged import Ragged
 
 State = Literal["running", "finished", "failed"]
 Tag = str | int | float | bool | None
@@ -147,7 +147,7 @@ class Store(Protocol):
 
     def get_joined(self, keys: Sequence[Key], fields: Sequence[str]) -> "dict[str, Ragged]":
         """These fields of these rows, each one vector a row, joined field by field in the order asked for."""
-        from raggedright.tensors.ragged import join_vectors  # needs torch
+        from raggedright.ragged import join_vectors  # needs torch
 
         found = self.get(keys, fields)
         return {name: join_vectors(keys, name, [row[name] for row in found]) for name in fields}

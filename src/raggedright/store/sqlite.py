@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
 
+from raggedright.ragged import Ragged
 from raggedright.store.checks import MOST_ROWS, check_replaced, last_attempts, not_final, round_deleted
 from raggedright.store.encoding import encode_fields
 from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, State, Store
@@ -41,7 +42,6 @@ from raggedright.store.sqlite_rows import (
     read_apart,
     watermark_of,
 )
-from raggedright.tensors.ragged import Ragged
 
 __all__ = ["SqliteStore"]
 

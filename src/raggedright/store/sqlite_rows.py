@@ -11,12 +11,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from raggedright.ragged import Ragged
 from raggedright.store.blocks import Block, decode_block
 from raggedright.store.checks import MOST_ROWS, field_missing, row_missing
 from raggedright.store.encoding import decode_field, type_name
 from raggedright.store.protocol import Key, StoreError
 from raggedright.store.row_encoding import decode_row
-from raggedright.tensors.ragged import Ragged
 
 _T = TypeVar("_T")
 KEYS_A_STATEMENT = 64

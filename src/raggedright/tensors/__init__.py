@@ -1,5 +1,6 @@
 """From planned rows to model inputs and weighted sums; needs torch (`pip install 'raggedright[train]'`)."""
 
+from raggedright.ragged import Ragged
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import TokenOutputs, forward_log_probs, forward_values
@@ -9,7 +10,6 @@ from raggedright.tensors.media import image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
 from raggedright.tensors.padding import PaddingRow, padding_rows, padding_token_id
 from raggedright.tensors.parallel import sum_gradients, sum_in_backward, sum_metrics
-from raggedright.tensors.ragged import Ragged
 from raggedright.tensors.row_tokens import RowTokens
 from raggedright.tensors.schema import Fields, Kind, Schema, infer_schema
 

@@ -15,10 +15,10 @@ from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.cut import Step
 from raggedright.plan.plan import Plan
+from raggedright.ragged import Ragged, join
 from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.padding import padding_rows
-from raggedright.tensors.ragged import Ragged, join
 from raggedright.tensors.row_tokens import RowTokens
 from raggedright.tensors.schema import Fields, Schema
 

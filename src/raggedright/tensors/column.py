@@ -15,8 +15,8 @@ from torch import Tensor
 
 from raggedright.arrays import Ints
 from raggedright.errors import RowsError
+from raggedright.ragged import Ragged
 from raggedright.rows import Rows
-from raggedright.tensors.ragged import Ragged
 
 Fields = Mapping[str, object]
 """What a row carries beside its numbers: name -> tensor or any other value."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from raggedright.arrays import Ints
 from raggedright.errors import RowsError
+from raggedright.ragged import Ragged, join, within
 from raggedright.rows import Rows
 from raggedright.tensors.column import Fields
-from raggedright.tensors.ragged import Ragged, join, within
 
 __all__ = ["Ragged", "RowTokens", "tensor_of", "within"]
 

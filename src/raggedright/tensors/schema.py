@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raggedright.errors import RowsError
+from raggedright.ragged import Ragged
 from raggedright.rows import PADDING_GROUP, Rows
 from raggedright.tensors.column import (
     Column,
@@ -37,7 +38,6 @@ from raggedright.tensors.kinds import (
     infer_kind,
     token_lengths,
 )
-from raggedright.tensors.ragged import Ragged
 
 __all__ = ["Field", "Fields", "Kind", "Schema", "infer_schema"]
 

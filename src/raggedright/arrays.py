@@ -1,4 +1,4 @@
-"""Array types, and the exact integer sum by group that numpy leaves to its callers."""
+"""Array types, and what numpy leaves to its callers: exact integer sums by group, and counting within runs."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,3 +21,8 @@ def max_by(group: Ints, values: Ints, num_groups: int) -> Ints:
     largest = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(largest, group, values)
     return largest
+
+
+def within(sizes: Ints) -> Ints:
+    """0, 1, ... anew for each of some runs of these sizes."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

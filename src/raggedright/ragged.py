@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, within
 from raggedright.errors import RowsError
 
 
@@ -33,11 +33,6 @@ class Ragged(NamedTuple):
         sizes = np.zeros(num_rows, dtype=np.int64)
         sizes[at] = self.sizes
         return Ragged.of(self.flat, sizes)
-
-
-def within(sizes: Ints) -> Ints:
-    """0, 1, ... anew for each of some runs of these sizes."""
-    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 def join(values: Sequence[object]) -> Ragged:

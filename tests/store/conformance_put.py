@@ -9,6 +9,7 @@ import torch
 
 from raggedright.errors import RaggedRightError
 from raggedright.store.protocol import Key, NewRow, NewSession, RowEntry, Store, StoreError
+from raggedright.tensors.row_tokens import tensor_of
 from store.values import VALUES, bare, key, row, same, tokens
 
 Open = Callable[[], Store]
@@ -277,9 +278,9 @@ def test_vectors_come_joined_in_the_order_asked_for(store: Store) -> None:
         whole = store.get(keys, ["rollout_log_probs", "input_ids"])
         joined = store.get_joined(keys, ["input_ids", "rollout_log_probs"])
         for name, (flat, sizes, starts) in joined.items():
-            values = [each[name] for each in whole]
-            assert same(flat, torch.cat(values))  # type: ignore[arg-type]
-            assert sizes.tolist() == [len(value) for value in values]  # type: ignore[arg-type]
+            values = [tensor_of(each, name) for each in whole]
+            assert same(flat, torch.cat(values))
+            assert sizes.tolist() == [len(value) for value in values]
             assert starts.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
     assert [*store.get_joined(asked, ["input_ids", "rollout_log_probs"])] == ["input_ids", "rollout_log_probs"]
 

@@ -88,20 +88,14 @@ def test_short_sessions_that_are_put_together_share_blocks_of_their_kind(path: P
         store.update({row(key("p", 2)): {"input_ids": torch.zeros(9, dtype=torch.int64), "new": torch.ones(1)}})
         keys = [row(key("p", i), t) for i in range(4) for t in range(2)]
         found = [each["input_ids"] for each in store.get(keys, ["input_ids"])]
-        assert same(found[4], torch.zeros(9, dtype=torch.int64))
-        assert same([*found[:4], *found[5:]], [*each_but(found, 4)])
-        assert same(store.get_joined(keys, ["input_ids"])["input_ids"].flat, torch.cat(found))  # type: ignore[arg-type]
+        expected = [ids for i in range(4) for ids in (torch.arange(i, i + 4), torch.arange(2))]
+        expected[4] = torch.zeros(9, dtype=torch.int64)
+        assert same(found, expected)
+        assert same(store.get_joined(keys, ["input_ids"])["input_ids"].flat, torch.cat(expected))
         with pytest.raises(StoreError, match="p/1/2"):  # which would be the next session's first
             store.get_joined([row(key("p", 1), 2)], ["input_ids"])
         store.delete(0)
         assert ask("SELECT round FROM blocks").fetchall() == [(1,)]
-
-
-def each_but(found: list, left_out: int) -> list:
-    """What the rows were put with, but for one."""
-    put = [value for i in range(4) for value in (torch.arange(i, i + 4), torch.arange(2))]
-    assert len(found) == len(put)
-    return [value for i, value in enumerate(put) if i != left_out]
 
 
 def test_a_block_has_a_bound_and_a_long_session_none(path: Path) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from raggedright.arrays import within
 from raggedright.rows import Rows
 from raggedright.store.listing import listing_of
 from raggedright.store.protocol import SessionEntry, SessionKey, Store, StoreError
@@ -27,7 +28,7 @@ def rows_of(entries: Iterable[SessionEntry]) -> Rows:
     return Rows.from_columns(
         prompt=np.array([line[0][1] for line in listing.sessions], dtype=object).repeat(num_rows),
         session=np.array([line[0][2] for line in listing.sessions], dtype=np.int64).repeat(num_rows),
-        trajectory=np.arange(num_rows.sum()) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows),
+        trajectory=within(num_rows),
         prompt_tokens=said.prompt_tokens,
         response_tokens=said.response_tokens,
         loss_tokens=said.loss_tokens,

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raggedright.arrays import Bools, Ints
+from raggedright.arrays import Bools, Ints, within
 from raggedright.errors import RowsError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
 from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.routing import NOT_ROUTED
-from raggedright.tensors.row_tokens import RowTokens, tensor_of, within
+from raggedright.tensors.row_tokens import RowTokens, tensor_of
 from raggedright.tensors.schema import Fields
 from raggedright.tensors.tree import PrefixTrees
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from raggedright.arrays import Ints
 from raggedright.errors import RowsError
-from raggedright.ragged import Ragged, join, within
+from raggedright.ragged import Ragged, join
 from raggedright.rows import Rows
 from raggedright.tensors.column import Fields
-
-__all__ = ["Ragged", "RowTokens", "tensor_of", "within"]
 
 _MORE = ("position_ids", "multi_modal_inputs", "routed_experts")
 

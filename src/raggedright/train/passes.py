@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, within
 from raggedright.config.sections import Model
 from raggedright.plan.cut import Step
 from raggedright.rows import Rows
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
-from raggedright.tensors.row_tokens import within
 from raggedright.train.world import World
 
 Flat = Tensor  # over the response tokens of a round's real rows, row after row

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -57,9 +56,8 @@ class Learner:
     def step(self, done: float) -> dict[str, float]:
         """Take a step with the gradients there are, and forget them; `done` is the share of the run done after it."""
         vectors = join_gradients(self._parameters)
-        if self.world.dp_size > 1:
-            for vector in vectors:
-                dist.all_reduce(vector)
+        for vector in vectors:
+            self.world.sum(vector)
         norm = self._clip(vectors)
         if not math.isfinite(norm):
             raise TrainError(

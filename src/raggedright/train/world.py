@@ -4,6 +4,7 @@ With one rank there is no process group and nothing is sent. Every rank calls th
 """
 
 import os
+import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, RaggedRightError
+from raggedright.train.shared_memory import ROOM, Add, SharedMemory
 
 T = TypeVar("T")
 PATIENCE = 1800.0  # seconds beyond the longest rollout that ranks wait for each other
@@ -36,6 +38,13 @@ class World:
     dp_rank: int
     dp_size: int
     device: torch.device
+    shared: SharedMemory | None = None  # of CPU ranks on one machine
+
+    @classmethod
+    def of_group(cls, device: torch.device, timeout: timedelta) -> "World":
+        """This rank of the process group."""
+        shared = SharedMemory.join(timeout) if device.type == "cpu" else None
+        return cls(dist.get_rank(), dist.get_world_size(), device, shared)
 
     @property
     def is_first(self) -> bool:
@@ -49,8 +58,13 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
-        if self.dp_size > 1:
-            dist.all_reduce(values)
+        return self._reduce(values, torch.add, dist.ReduceOp.SUM)
+
+    def _reduce(self, values: Tensor, add: Add, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.shared is not None and values.nbytes <= ROOM:
+            self.shared.reduce(values, add)
+        elif self.dp_size > 1:
+            dist.all_reduce(values, op)
         return values
 
     def from_first(self, value: T | None) -> T:
@@ -65,6 +79,8 @@ class World:
         """What each rank gives, by rank."""
         if self.dp_size == 1:
             return [value]
+        if self.shared is not None and (found := self.shared.gather(pickle.dumps(value))) is not None:
+            return [pickle.loads(each) for each in found]
         values: list[T | None] = [None] * self.dp_size
         dist.all_gather_object(values, value)
         return [each for each in values if each is not None]
@@ -79,7 +95,7 @@ class World:
             return
         words = np.frombuffer(sha256(value.encode()).digest(), dtype=np.int64)
         largest = torch.from_numpy(np.stack((words, ~words))).to(self.device)  # of ~words: the smallest word
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self._reduce(largest, torch.maximum, dist.ReduceOp.MAX)
         if not torch.equal(largest[0], ~largest[1]):
             given = ", ".join(f"rank {rank}: {each[:12]}" for rank, each in enumerate(self.gather(value)))
             raise TrainError(f"ranks disagree on {what} ({given}); please report this with the run folder")
@@ -110,7 +126,7 @@ def join_world(config: Config, cuda: torch.device | None = None) -> World:
         return World(0, 1, device)
     if not dist.is_initialized():
         _form_group(config, "nccl" if device.type == "cuda" else "gloo")
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    return World.of_group(device, group_timeout(config))
 
 
 def _form_group(config: Config, backend: str) -> None:

@@ -1,4 +1,4 @@
-"""Array types, and what numpy leaves to its callers: exact integer sums by group, and counting within runs."""
+"""Array types, and what numpy leaves to its callers: exact integer sums by group, runs, and counting within them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,20 @@ def max_by(group: Ints, values: Ints, num_groups: int) -> Ints:
     largest = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(largest, group, values)
     return largest
+
+
+def offsets(sizes: Ints) -> Ints:
+    """Where each of some runs of these sizes begins, and where the last one ends."""
+    found = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=found[1:])
+    return found
+
+
+def changes(values: Ints) -> Bools:
+    """True where a value differs from the one before it, and at the first."""
+    found = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=found[1:])
+    return found
 
 
 def within(sizes: Ints) -> Ints:

@@ -10,8 +10,9 @@ where the sums do not come out: nothing can vanish between rows and steps.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from raggedright.arrays import Bools, Ints
 from raggedright.errors import RaggedRightError, RowsError
 from raggedright.plan.plan import Plan
+from raggedright.rows import Rows
 
 State = Literal["trained", "failed", "dropped", "skipped"]
 
@@ -42,25 +44,55 @@ DROPPED = Outcome("dropped", "over_long")
 SKIPPED = Outcome("skipped", "no loss tokens")
 
 
+_OUTCOMES = (TRAINED, DROPPED, SKIPPED)  # a session is trained if one of its rows is, and so on
+
+
 @dataclass(frozen=True, eq=False)
 class Ledger:
     """Outcomes of a batch: by row key, by (prompt, session), and the padding beside them."""
 
-    rows: Mapping[str, Outcome]
-    sessions: Mapping[tuple[str, int], Outcome]
+    _real: Rows
+    _of_row: Ints  # each a place in _OUTCOMES
+    _failed: Mapping[tuple[str, int], str]
     num_padding_rows: int
 
+    @cached_property
+    def rows(self) -> Mapping[str, Outcome]:
+        """By the row's key."""
+        outcomes = zip(self._real.key.tolist(), self._of_row.tolist(), strict=True)
+        return {key: _OUTCOMES[i] for key, i in outcomes}
+
+    @cached_property
+    def sessions(self) -> Mapping[tuple[str, int], Outcome]:
+        """By prompt and session; those that failed come last."""
+        names = zip(self._real.prompt.tolist(), self._real.session.tolist(), strict=True)
+        outcomes = zip(names, self._of_session[self._real.session_index].tolist(), strict=True)
+        failed = {session: Outcome("failed", cause) for session, cause in self._failed.items()}
+        return {name: _OUTCOMES[i] for name, i in outcomes} | failed
+
+    @cached_property
+    def _of_session(self) -> Ints:
+        found = np.full(self._real.num_sessions, len(_OUTCOMES))
+        np.minimum.at(found, self._real.session_index, self._of_row)
+        return found
+
     def __str__(self) -> str:
-        rows, sessions = _sum(self.rows), _sum(self.sessions)
+        rows, sessions = _sum(self._count_rows()), _sum(self._count_sessions())
         return f"sessions: {sessions}\nrows: {rows}\npadding rows: {self.num_padding_rows:,}"
 
     def to_dict(self) -> dict[str, int | dict[str, int]]:
         """Counts by outcome, for JSON."""
         return {
-            "sessions": {str(outcome): count for outcome, count in _count(self.sessions)},
-            "rows": {str(outcome): count for outcome, count in _count(self.rows)},
+            "sessions": {str(outcome): count for outcome, count in self._count_sessions()},
+            "rows": {str(outcome): count for outcome, count in self._count_rows()},
             "padding_rows": self.num_padding_rows,
         }
+
+    def _count_rows(self) -> list[tuple[Outcome, int]]:
+        return _count(self._of_row, ())
+
+    def _count_sessions(self) -> list[tuple[Outcome, int]]:
+        return _count(self._of_session, self._failed.values())
 
 
 def close_ledger(plan: Plan, failed: Mapping[tuple[str, int], str] | None = None) -> Ledger:
@@ -70,19 +102,15 @@ def close_ledger(plan: Plan, failed: Mapping[tuple[str, int], str] | None = None
     trained = _recount(plan, real)
     dropped = np.zeros(len(rows), dtype=bool)
     dropped[plan.dropped] = True
-    outcomes = (TRAINED, DROPPED, SKIPPED)  # a session is trained if one of its rows is, and so on
     of_row = np.where(trained, 0, np.where(dropped, 1, 2))[real]
-    index = rows.session_index[real]
-    of_session = np.full(rows.num_sessions, len(outcomes))
-    np.minimum.at(of_session, index, of_row)
-    by_row = {key: outcomes[i] for key, i in zip(rows.key[real].tolist(), of_row.tolist(), strict=True)}
-    names = zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)
-    by_session = {name: outcomes[i] for name, i in zip(names, of_session[index].tolist(), strict=True)}
-    for session, cause in (failed or {}).items():
-        if session in by_session:
-            raise RowsError(f"session {session[0]}/{session[1]} failed ({cause}) and yet has rows; leave them out")
-        by_session[session] = Outcome("failed", cause)
-    return Ledger(by_row, by_session, plan.num_padding_rows)
+    ledger = Ledger(
+        rows if len(real) == len(rows) else rows.take(real), of_row, dict(failed or {}), plan.num_padding_rows
+    )
+    with_rows = {*zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)} if failed else set()
+    for session in ledger._failed.keys() & with_rows:
+        cause = ledger._failed[session]
+        raise RowsError(f"session {session[0]}/{session[1]} failed ({cause}) and yet has rows; leave them out")
+    return ledger
 
 
 def _recount(plan: Plan, real: Ints) -> Bools:
@@ -111,10 +139,14 @@ def _recount(plan: Plan, real: Ints) -> Bools:
     return trained
 
 
-def _count(outcomes: Mapping[str, Outcome] | Mapping[tuple[str, int], Outcome]) -> list[tuple[Outcome, int]]:
-    return sorted(Counter(outcomes.values()).items(), key=lambda item: (item[0] != TRAINED, item[0]))
+def _count(outcomes: Ints, failed: Iterable[str]) -> list[tuple[Outcome, int]]:
+    """How often each outcome is there, `trained` first."""
+    counts = zip(_OUTCOMES, np.bincount(outcomes, minlength=len(_OUTCOMES)).tolist(), strict=True)
+    found = Counter({outcome: count for outcome, count in counts if count})
+    found.update(Outcome("failed", cause) for cause in failed)
+    return sorted(found.items(), key=lambda item: (item[0] != TRAINED, item[0]))
 
 
-def _sum(outcomes: Mapping[str, Outcome] | Mapping[tuple[str, int], Outcome]) -> str:
-    counts = _count(outcomes)
-    return f"{len(outcomes):,} = " + (" + ".join(f"{count:,} {outcome}" for outcome, count in counts) or "0")
+def _sum(counts: list[tuple[Outcome, int]]) -> str:
+    total = sum(count for _, count in counts)
+    return f"{total:,} = " + (" + ".join(f"{count:,} {outcome}" for outcome, count in counts) or "0")

@@ -18,7 +18,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raggedright.arrays import Bools, Ints, Strings
+from raggedright.arrays import Bools, Ints, Strings, changes
 from raggedright.errors import RowsError
 from raggedright.records import COUNTS, FIELDS, LARGEST, check_record, parse_lines, too_many_loss_tokens
 
@@ -43,12 +43,12 @@ class Rows:
     session_index: Ints = field(init=False)  # sessions numbered in the order of (prompt, session)
 
     def __post_init__(self) -> None:
-        names = sorted(set(self.prompt.tolist()))
-        number = {name: i for i, name in enumerate(names)}
-        prompt_index = np.array([number[name] for name in self.prompt.tolist()], dtype=np.int64)
+        prompts = self.prompt.tolist()
+        number = {name: i for i, name in enumerate(sorted({*prompts}))}
+        prompt_index = np.fromiter(map(number.__getitem__, prompts), dtype=np.int64, count=len(prompts))
         by_name = np.lexsort((self.trajectory, self.session, prompt_index))
-        new_session = _changes(prompt_index[by_name]) | _changes(self.session[by_name])
-        twice = ~(new_session | _changes(self.trajectory[by_name]))
+        new_session = changes(prompt_index[by_name]) | changes(self.session[by_name])
+        twice = ~(new_session | changes(self.trajectory[by_name]))
         if twice.any():
             i = int(by_name[np.flatnonzero(twice)[0]])
             raise RowsError(f"row {self.key[i]} is given twice; a trajectory of a session has a number of its own")
@@ -73,10 +73,12 @@ class Rows:
         is_padding: ArrayLike | None = None,
     ) -> "Rows":
         """Rows from one array or list per field; `loss_tokens` defaults to `response_tokens`."""
-        for i, name in enumerate(prompt if {*map(type, prompt)} - {str} else ()):
-            if not isinstance(name, str):
-                raise RowsError(f"row {i}: prompt is {name!r}; it takes a string")
-        prompts = np.array([str(name) for name in prompt], dtype=object)
+        if {*map(type, prompt)} - {str}:
+            for i, name in enumerate(prompt):
+                if not isinstance(name, str):
+                    raise RowsError(f"row {i}: prompt is {name!r}; it takes a string")
+            prompt = [str(name) for name in prompt]
+        prompts = np.array(prompt, dtype=object)
         num_rows = len(prompts)
         given = (session, trajectory, prompt_tokens, response_tokens)
         columns = {name: _counts(name, values, num_rows) for name, values in zip(COUNTS[:-1], given, strict=True)}
@@ -187,11 +189,6 @@ class Rows:
     def __repr__(self) -> str:
         padding = f", {self.is_padding.sum():,} of them padding" if self.is_padding.any() else ""
         return f"Rows({len(self):,} rows{padding}; {self.num_sessions:,} sessions of {self.num_prompts:,} prompts)"
-
-
-def _changes(values: Ints) -> Bools:
-    """True where a value differs from the one before it, and at the first."""
-    return np.concatenate((np.ones(min(1, len(values)), dtype=bool), values[1:] != values[:-1]))
 
 
 def _counts(name: str, values: ArrayLike, num_rows: int) -> Ints:

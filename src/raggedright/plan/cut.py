@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raggedright.arrays import Floats, Ints
+from raggedright.arrays import Floats, Ints, offsets
 from raggedright.plan.kin import Kin
 from raggedright.plan.layout import Layout
 from raggedright.plan.micro_batches import micro_batch_costs, pack, spread
@@ -56,12 +56,12 @@ class Step:
     @property
     def num_empty(self) -> int:
         """Micro-batches without a row; only under align lcm, where the row count is fixed."""
-        return int((np.diff(self.bounds) == 0).sum())
+        return int((self.bounds[1:] - self.bounds[:-1] == 0).sum())
 
     @property
     def micro_batch_index(self) -> Ints:
         """Number of the micro-batch (dp_rank * num_slots + slot) that each row is in."""
-        return np.repeat(np.arange(self.num_micro_batches), np.diff(self.bounds))
+        return np.repeat(np.arange(self.num_micro_batches), self.bounds[1:] - self.bounds[:-1])
 
     def weighed(self, weights: Floats) -> "Step":
         """This step with the weights of its rows; positions past the end (padding) weigh zero."""
@@ -86,9 +86,10 @@ def cut_freely(
     num_bins = multiple * -(-count_bins(packed) // multiple)
     bins = spread(length, packed, num_bins=num_bins, width=dp_size, layout=layout, kin=kin and kin.take(row))
     num_padding = max(0, num_bins - len(row))
-    row = np.append(row, first_padding + np.arange(num_padding))
-    bins = np.append(bins, num_bins - num_padding + np.arange(num_padding))
-    length = np.append(length, np.full(num_padding, layout.min_row_tokens))
+    if num_padding:
+        row = np.append(row, first_padding + np.arange(num_padding))
+        bins = np.append(bins, num_bins - num_padding + np.arange(num_padding))
+        length = np.append(length, np.full(num_padding, layout.min_row_tokens))
     costs = micro_batch_costs(bins, length, num_bins, layout, kin and kin.take(row)).reshape(-1, dp_size)
     num_slots = num_bins // dp_size
     number = _rank_of_bin(costs) * num_slots + np.repeat(np.arange(num_slots), dp_size)
@@ -171,5 +172,5 @@ def _rank_of_bin(costs: Ints) -> Ints:
 
 def _step(row: Ints, bins: Ints, num_slots: int, dp_size: int, epoch: int) -> Step:
     order = np.argsort(bins, kind="stable")
-    bounds = np.append(0, np.cumsum(np.bincount(bins, minlength=dp_size * num_slots)))
+    bounds = offsets(np.bincount(bins, minlength=dp_size * num_slots))
     return Step(epoch, dp_size, num_slots, row[order], np.zeros(len(row)), bounds)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, changes, offsets
 from raggedright.plan.level import LEVEL_ENOUGH, split_bins
 from raggedright.plan.packing import count_bins, first_fit_decreasing
 from raggedright.rows import Rows
@@ -47,7 +47,9 @@ class Kin(NamedTuple):
 
 def costs_in_trees(bins: Ints, costs: Ints, shared: Ints, number: Ints) -> Ints:
     """Cost of each row where only the first of its kin in a bin pays for what they share."""
-    _, first = np.unique(bins * (int(number.max(initial=0)) + 1) + number, return_index=True)
+    mark = bins * (int(number.max(initial=0)) + 1) + number
+    order = np.argsort(mark, kind="stable")
+    first = order[changes(mark[order])]
     paid = costs - shared
     paid[first] = costs[first]
     return paid
@@ -59,8 +61,7 @@ def keep_together(sizes: Ints, costs: Ints, shared: Ints, number: Ints, *, num_b
     `shared` is the part of a row's cost that it has in common with the rows of its `number`.
     """
     line = np.argsort(number, kind="stable")
-    is_first = np.append(True, np.diff(number[line]) != 0)
-    own = costs[line] - np.where(is_first, 0, shared[line])
+    own = costs[line] - np.where(changes(number[line]), 0, shared[line])
     in_line = _cut_line(sizes[line], own, costs[line] - own, num_bins, capacity)
     if in_line is None:
         in_line = _fill_along(sizes[line], num_bins, capacity)
@@ -77,8 +78,8 @@ def _cut_line(sizes: Ints, own: Ints, again: Ints, num_bins: int, capacity: int)
     A row costs its own part, and where it begins a run `again` what it shares with kin before it.
     """
     num_rows = len(sizes)
-    size_to = np.append(0, np.cumsum(sizes)).tolist()
-    cost_to = np.append(0, np.cumsum(own)).tolist()
+    size_to = offsets(sizes).tolist()
+    cost_to = offsets(own).tolist()
     cost_again = again.tolist()
 
     def starts_under(bound: int) -> list[int]:

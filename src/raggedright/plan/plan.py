@@ -82,8 +82,9 @@ class Plan:
         """A hash of the whole plan, the same for every order of the rows; ranks compare it before they train."""
         h = hashlib.sha256(repr(self.layout).encode())
         by_name = np.argsort(self.rows.order, kind="stable")
-        for name in FIELDS:
-            h.update(repr(getattr(self.rows, name)[by_name].tolist()).encode())
+        h.update(repr(self.rows.prompt[by_name].tolist()).encode())
+        for name in FIELDS[1:]:
+            h.update(getattr(self.rows, name)[by_name].tobytes())
         number = np.append(self.rows.order, len(self.rows) + np.arange(self.num_padding_rows))
         h.update(np.sort(number[self.dropped]).tobytes())
         for role, steps in self.roles.items():

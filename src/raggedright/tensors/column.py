@@ -8,12 +8,13 @@ The surprise: None is the same as no field, so a column holds only the rows with
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, offsets
 from raggedright.errors import RowsError
 from raggedright.ragged import Ragged
 from raggedright.rows import Rows
@@ -32,8 +33,9 @@ class Column:
     rows: Rows
     at: Ints
     values: Sequence[object]
-    tensors: list[Tensor]
+    tensors: Sequence[Tensor]
     sizes: Ints  # [values, rank], of tensors
+    flat: Tensor | None = None  # all values, one after another, where they are joined already
 
     @property
     def in_every_row(self) -> bool:
@@ -70,8 +72,27 @@ def joined_column(name: str, rows: Rows, ragged: Ragged) -> Column:
     """The column of a field that every row has, joined already."""
     if len(ragged.sizes) != len(rows):
         raise RowsError(f"field {name} is joined of {len(ragged.sizes):,} rows and {len(rows):,} have numbers")
-    tensors = [*ragged.flat.split(ragged.sizes.tolist())]
-    return Column(name, rows, np.arange(len(rows)), tensors, tensors, ragged.sizes[:, None])
+    tensors = _Parts(ragged)
+    return Column(name, rows, np.arange(len(rows)), tensors, tensors, ragged.sizes[:, None], ragged.flat)
+
+
+class _Parts(Sequence[Tensor]):
+    """The rows of a long vector; most are never looked at one by one."""
+
+    def __init__(self, ragged: Ragged) -> None:
+        self._ragged = ragged
+
+    def __len__(self) -> int:
+        return len(self._ragged.sizes)
+
+    @overload
+    def __getitem__(self, i: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, i: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(i, slice):
+            return self._ragged.split()[i]
+        return self._ragged.flat.narrow(0, int(self._ragged.starts[i]), int(self._ragged.sizes[i]))
 
 
 def _gather(name: str, rows: Rows, of_rows: list[object]) -> Column:
@@ -109,7 +130,8 @@ def check_lengths(column: Column, dim: int, lengths: Ints, what: str) -> None:
             i,
             f"has {column.sizes[i, dim]:,} tokens and the {what} {lengths[i]:,}; give one value a token of the {what}",
         )
-    check_constant(column, np.delete(column.sizes, dim, axis=1), "dims beside the tokens")
+    if column.sizes.shape[1] > 1:
+        check_constant(column, np.delete(column.sizes, dim, axis=1), "dims beside the tokens")
 
 
 def check_constant(column: Column, sizes: Ints, what: str) -> None:
@@ -143,8 +165,8 @@ def check_loss_mask(column: Column) -> None:
     loss_tokens = column.rows.loss_tokens[column.at]
     for start, end, flat in _chunks(column):
         ones = (flat == 1).cpu().numpy()
-        marked = np.append(0, np.cumsum(ones, dtype=np.int64))
-        ends = np.append(0, np.cumsum(column.sizes[start:end].prod(axis=1)))
+        marked = offsets(ones)
+        ends = offsets(column.sizes[start:end].prod(axis=1))
         odd = np.flatnonzero((flat != 0).cpu().numpy() != ones)
         if len(odd):
             i = int(np.searchsorted(ends, odd[0], side="right")) - 1
@@ -169,8 +191,10 @@ def _chunks(column: Column) -> Iterator[tuple[int, int, Tensor]]:
         before = ends[start - 1] if start else 0
         end = max(start + 1, int(np.searchsorted(ends, before + _CHUNK, side="right")))
         if ends[end - 1] > before:
-            tensors = column.tensors[start:end]
-            with torch.no_grad():
-                flat = torch.cat(tensors if column.sizes.shape[1] == 1 else [tensor.flatten() for tensor in tensors])
-            yield start, end, flat
+            if column.flat is not None:
+                yield start, end, column.flat[before : ends[end - 1]]
+            else:
+                tensors = column.tensors[start:end]
+                with torch.no_grad():
+                    yield start, end, torch.cat([tensor.flatten() for tensor in tensors])
         start = end

@@ -143,7 +143,7 @@ def _token_field(column: Column, kind: Kind, old: Field | None) -> Field:
     elif kind in FIRST_OR_LAST and column.sizes.shape[1] > 1:
         dim = max((0, -1), key=lambda dim: int((column.sizes[:, dim] == lengths).sum()))
     check_lengths(column, dim, lengths, kind.tokens)
-    shape = tuple(np.delete(column.sizes[0], dim).tolist())
+    shape = tuple(np.delete(column.sizes[0], dim).tolist()) if column.sizes.shape[1] > 1 else ()
     _check_shape(column, shape, old)
     dtype = column.tensors[0].dtype
     if kind is Kind.ROUTING and (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or not shape):

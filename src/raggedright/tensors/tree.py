@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raggedright.arrays import Bools, Ints
+from raggedright.arrays import Bools, Ints, offsets
 
 # What attention with a mask takes, as a multiple of plain causal attention of the same length (on a CPU).
 _MASK_COST = 4
@@ -54,7 +54,7 @@ class PrefixTrees(NamedTuple):
         cls, table: np.ndarray, valid: Bools, is_new: Bools, starts: list[int], order: Ints, token_id: int
     ) -> "PrefixTrees":
         row, depth = np.nonzero(is_new)
-        own = np.append(0, np.cumsum(is_new.sum(1)))  # where each row's own nodes begin, all trees one after another
+        own = offsets(is_new.sum(1))  # where each row's own nodes begin, all trees one after another
         firsts = own[starts]
         counts = np.diff(np.append(firsts, own[-1]))
         shape = len(starts), int(counts.max())

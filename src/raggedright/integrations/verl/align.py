@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, offsets
 from raggedright.integrations.verl.options import VerlLossAgg
 from raggedright.plan.cut import Step
 from raggedright.plan.deal import deal_rows, num_steps
@@ -134,7 +134,7 @@ def _level(row: Ints, costs: Ints, dp_size: int) -> list[Ints]:
 
 def _one_slot(ranks: list[Ints]) -> Step:
     row = np.concatenate(ranks)
-    return Step(0, len(ranks), 1, row, np.zeros(len(row)), np.append(0, np.cumsum([len(rank) for rank in ranks])))
+    return Step(0, len(ranks), 1, row, np.zeros(len(row)), offsets(np.array([len(rank) for rank in ranks])))
 
 
 def _join(steps: tuple[Step, ...]) -> Step:

@@ -2,11 +2,12 @@
 
     python benchmarks/train_rank.py RUN_FOLDER WARM_ROUNDS
 
-`put` is what the store takes while sessions run; `record` is what is written down after a round.
+`put` is what it takes, while sessions run, to get them into the store; `record` is what is written down after a round.
 """
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -25,14 +26,17 @@ def main() -> None:
     is_first = os.environ.get("RANK", "0") == "0"
     gate = Gate(warm) if is_first else None
     put_seconds = 0.0
-    put_ended, record = SessionRecorder.put_ended, RunRecorder.round
+    record = RunRecorder.round
     left = warm
 
-    def timed_put(self: SessionRecorder) -> None:
-        nonlocal put_seconds
-        began = perf_counter()
-        put_ended(self)
-        put_seconds += perf_counter() - began
+    def timed(put: Callable[..., None]) -> Callable[..., None]:
+        def timed_put(*args: object, **options: object) -> None:
+            nonlocal put_seconds
+            began = perf_counter()
+            put(*args, **options)
+            put_seconds += perf_counter() - began
+
+        return timed_put
 
     def timed_record(self: RunRecorder, round: int, result: RoundResult) -> None:
         nonlocal put_seconds, left
@@ -49,7 +53,8 @@ def main() -> None:
         if left == 0:
             left = _from_first(following)
 
-    SessionRecorder.put_ended, RunRecorder.round = timed_put, timed_record
+    SessionRecorder.add, SessionRecorder.put_ended = timed(SessionRecorder.add), timed(SessionRecorder.put_ended)
+    RunRecorder.round = timed_record
     run_rank(Path(sys.argv[1]))
 
 

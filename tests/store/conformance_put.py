@@ -1,13 +1,15 @@
 """What every store does: what is put, listed and got. See conformance.py."""
 
+from array import array
 from collections.abc import Callable
-from dataclasses import fields, replace
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
 from raggedright.errors import RaggedRightError
+from raggedright.store.listing import listing_of_new
 from raggedright.store.protocol import Key, NewRow, NewSession, RowEntry, Store, StoreError
 from raggedright.tensors.row_tokens import tensor_of
 from store.values import VALUES, bare, key, row, same, tokens
@@ -31,7 +33,7 @@ def test_a_value_of_every_type_comes_back_as_it_was(store: Store) -> None:
 
 def test_a_listing_has_counts_tags_and_field_names(store: Store) -> None:
     tags = {"text": "a'b\n\"c/ü", "empty": "", "int": -3, "float": 0.1, "true": True, "false": False, "none": None}
-    put = replace(tokens(4), prompt_tokens=7, loss_tokens=2, is_padding=True, tags=tags)
+    put = tokens(4)._replace(prompt_tokens=7, loss_tokens=2, is_padding=True, tags=tags)
     store.put(key("p", 3), [tokens(2), put], score=-1.5)
     (entry,) = store.list()
     assert (entry.key, entry.state, entry.cause, entry.score) == (key("p", 3), "finished", "", -1.5)
@@ -45,13 +47,13 @@ def test_a_listing_has_counts_tags_and_field_names(store: Store) -> None:
 
 def test_every_number_of_a_row_is_listed_as_it_was_put(store: Store) -> None:
     """Whatever numbers a row has: a store that leaves one out, or swaps two, is found."""
-    types = {each.name: each.type for each in fields(NewRow) if each.name in RowEntry._fields and each.name != "tags"}
+    types = {name: of for name, of in get_type_hints(NewRow).items() if name in RowEntry._fields and name != "tags"}
     assert {"prompt_tokens", "response_tokens", "loss_tokens", "is_padding"} <= types.keys()
     put = {}
     for i in range(4):  # falling from name to name: no row has more loss tokens than response tokens
         falling = {name: 100 * (len(types) - n) + i for n, name in enumerate(types)}
         numbers = {name: bool(i % 2) if types[name] is bool else falling[name] for name in types}
-        put[row(key("p", i // 2), i % 2)] = replace(bare(), **numbers)  # type: ignore[arg-type]
+        put[row(key("p", i // 2), i % 2)] = bare()._replace(**numbers)  # type: ignore[arg-type]
     for session in range(2):
         store.put(key("p", session), [put[row(key("p", session), i)] for i in range(2)])
     listed = {each.key: each for entry in store.list() for each in entry.rows}
@@ -185,10 +187,10 @@ def test_the_next_attempt_stands_beside_the_one_before(store: Store) -> None:
         ({"state": "finished", "cause": "x"}, "cause"),
         ({"state": "done"}, "done"),
         ({"score": float("nan")}, "nan"),
-        ({"rows": [replace(tokens(1), loss_tokens=2)]}, "row p/0/0"),
-        ({"rows": [tokens(1), replace(tokens(1), prompt_tokens=-1)]}, "row p/0/1"),
-        ({"rows": [replace(tokens(1), tags={"t": [1]})]}, "tag t"),
-        ({"rows": [replace(tokens(1), tags={"t": float("inf")})]}, "tag t"),
+        ({"rows": [tokens(1)._replace(loss_tokens=2)]}, "row p/0/0"),
+        ({"rows": [tokens(1), tokens(1)._replace(prompt_tokens=-1)]}, "row p/0/1"),
+        ({"rows": [tokens(1)._replace(tags={"t": [1]})]}, "tag t"),
+        ({"rows": [tokens(1)._replace(tags={"t": float("inf")})]}, "tag t"),
         ({"rows": [tokens(1), bare(odd=object())]}, "row p/0/1.*field odd"),
         ({"rows": [bare(odd={"a": [object()]})]}, "row p/0/0.*field odd"),
     ],
@@ -293,3 +295,70 @@ def test_what_cannot_be_joined_is_named(store: Store) -> None:
     for missing, name in ((row(key("q")), "more"), (row(key("q"), 1), "input_ids"), (row(key("r")), "input_ids")):
         with pytest.raises(StoreError, match=f"{missing.prompt}/0/{missing.trajectory}"):
             store.get_joined([row(key("q")), missing], [name])
+
+
+def test_an_array_of_python_is_read_as_the_vector_it_stands_for(store: Store) -> None:
+    given = {code: array(code, [1, 0, -3]) for code in "hiqfd"} | {"empty": array("q")}
+    types = {"h": torch.int16, "i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}
+    store.put(key(), [bare(**given), bare(**given)])
+    store.put(key("q"), [bare(**given, text="beside")])
+    store.update({row(key()): {"new": array("q", [7])}})
+    expected = {code: torch.tensor([1, 0, -3], dtype=types[code]) for code in "hiqfd"}
+    expected["empty"] = torch.empty(0, dtype=torch.int64)
+    found = store.get([row(key()), row(key(), 1), row(key("q"))], [*given])
+    assert all(same(fields, expected) for fields in found)
+    assert same(store.get([row(key())], ["new"]), [{"new": torch.tensor([7])}])
+    with pytest.raises(StoreError, match=r"p/1/0.*field odd"):
+        store.put(key("p", 1), [bare(odd=array("B", [1]))])
+
+
+def sessions_of_arrays() -> list[NewSession]:
+    """Short sessions and, among them, a failed one, one without rows, and of another round."""
+
+    def short(count: int, start: int) -> NewRow:
+        ids, log_probs = range(start, start + count + 1), [-0.5 * i for i in range(count)]
+        fields = {"input_ids": array("q", ids), "rollout_log_probs": array("f", log_probs)}
+        return NewRow(1, count, count, fields, tags={"turn": count, "reward": None if start else 1.0})
+
+    return [
+        NewSession(key("b", 1), [short(3, 0), short(1, 9)], score=0.5),
+        NewSession(key("a", 0), state="failed", cause="timed out"),
+        NewSession(key("a", 0, 1), [short(2, 4), short(5, 0), short(1, 1)], score=0.25),
+        NewSession(key("a", 1), [], score=0.0),
+        NewSession(key("b", 0, round=1), [short(1, 7)], score=1.0),
+    ]
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_listing_with_vectors_is_put_like_its_sessions(store: Store, long: bool) -> None:
+    put = sessions_of_arrays()
+    if long:
+        ids = {"input_ids": array("q", range(2_000)), "rollout_log_probs": array("f", [0.0])}
+        put += [NewSession(key("c", i), [NewRow(1_999, 1, 1, ids)] if not i else [], score=0.0) for i in range(9)]
+    listing = listing_of_new(put)
+    assert listing.vectors is not None
+    store.put_listing(listing)
+    assert [*store.list()] == [*listing]
+    rows = {row(new.key, i): each for new in put for i, each in enumerate(new.rows)}
+    names = ["input_ids", "rollout_log_probs"]
+    for fields, each in zip(store.get([*rows], names), rows.values(), strict=True):
+        assert [tensor_of(fields, name).tolist() for name in names] == [each.fields[name].tolist() for name in names]  # type: ignore[attr-defined]
+    with pytest.raises(StoreError, match="finished already"):
+        store.put_listing(listing_of_new(put[:1]))
+    assert [*store.list()] == [*listing]
+
+
+def test_a_session_that_runs_is_finished_in_one_put_with_new_ones(store: Store) -> None:
+    first, *_ = put = [new for new in sessions_of_arrays() if new.rows]
+    store.put(first.key, state="running")
+    store.put_listing(listing_of_new(put))
+    assert [*store.list()] == [*listing_of_new(put)]
+    assert store.get([row(first.key, 1)], ["input_ids"])[0]["input_ids"].tolist() == [9, 10]  # type: ignore[attr-defined]
+
+
+def test_a_listing_whose_counts_cannot_be_is_refused(store: Store) -> None:
+    listing = listing_of_new(sessions_of_arrays())
+    listing.about.loss_tokens[1] = 6
+    with pytest.raises(StoreError, match=r"row a/0/1, attempt 1: .* are 1, 5, 6"):
+        store.put_listing(listing)
+    assert all(entry.key < key("a", 0, 1) for entry in store.list())

@@ -1,7 +1,6 @@
 """Rows of a store's sessions for the planner, and when they are deleted."""
 
 import pickle
-from dataclasses import replace
 
 import pytest
 
@@ -9,12 +8,13 @@ from raggedright.store.listing import join_listings, listing_of, listing_of_new
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import NewSession, StoreError
 from raggedright.store.rows import prune, rows_of
+from store.conformance_put import sessions_of_arrays
 from store.values import key, tokens
 
 
 def test_a_listing_comes_back_from_its_columns() -> None:
     store = MemoryStore()
-    store.put(key("ü", 1), [replace(tokens(3), tags={"role": "ö", "reward": None, "x": 0.1}), tokens(1, more=None)])
+    store.put(key("ü", 1), [tokens(3)._replace(tags={"role": "ö", "reward": None, "x": 0.1}), tokens(1, more=None)])
     store.put(key("a", 0), state="failed", cause="timed out")
     store.put(key("a", 1), [], score=0.25)
     store.put(key("b", 0), state="running")
@@ -30,7 +30,7 @@ def test_a_listing_comes_back_from_its_columns() -> None:
 
 def test_what_was_put_is_listed_without_the_store_and_listings_are_joined() -> None:
     """A round is sealed from such lists, one of each rank."""
-    rows = [replace(tokens(3), tags={"role": "ö", "x": 0.1}), tokens(1, more=None)]
+    rows = [tokens(3)._replace(tags={"role": "ö", "x": 0.1}), tokens(1, more=None)]
     put = [
         NewSession(key("b", 1), rows, score=0.5),
         NewSession(key("a", 0), state="failed", cause="timed out"),
@@ -48,9 +48,29 @@ def test_what_was_put_is_listed_without_the_store_and_listings_are_joined() -> N
     assert [*join_listings([])] == []
 
 
+def test_vectors_travel_with_a_list_and_are_joined_in_its_order() -> None:
+    """So that ranks need not read what was just put; a list without them, or too many bytes, does without."""
+    put = sessions_of_arrays()
+    whole = listing_of_new(put)
+    expected = [each.fields["input_ids"].tolist() for new in sorted(put) for each in new.rows]  # type: ignore[attr-defined]
+    for cut in range(len(put) + 1):
+        parts = [pickle.loads(pickle.dumps(listing_of_new(part))) for part in (put[cut:], put[:cut])]
+        joined = join_listings(parts)
+        assert joined.vectors is not None
+        assert [vector.tolist() for vector in joined.vectors["input_ids"].split()] == expected
+        assert [*joined] == [*whole]
+    store = MemoryStore()
+    store.put_listing(whole)
+    assert join_listings([listing_of_new(put[:1]), listing_of(store.list(round=1))]).vectors is None
+    num_bytes = sum(ragged.flat.nbytes for ragged in whole.vectors.values()) if whole.vectors else 0
+    assert whole.without_vectors(above=num_bytes).vectors is not None
+    assert whole.without_vectors(above=num_bytes - 1).vectors is None
+    assert [*whole.without_vectors(above=0)] == [*whole]
+
+
 def test_rows_are_those_of_finished_sessions_in_the_order_of_keys() -> None:
     store = MemoryStore()
-    store.put(key("b", 1), [replace(tokens(3), prompt_tokens=4, loss_tokens=2), replace(tokens(1), is_padding=True)])
+    store.put(key("b", 1), [tokens(3)._replace(prompt_tokens=4, loss_tokens=2), tokens(1)._replace(is_padding=True)])
     store.put(key("a", 0), state="failed", cause="x")
     store.put(key("a", 0, 1), [tokens(5)])
     store.put(key("a", 1), [])

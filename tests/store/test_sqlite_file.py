@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from time import monotonic
@@ -29,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "rows.db"
     with SqliteStore(path) as store:
         for i in range(20):
-            rows = [replace(tokens(2_000, start=i, **VALUES), tags={"uid": "a", "turn": i}), tokens(5)]
+            rows = [tokens(2_000, start=i, **VALUES)._replace(tags={"uid": "a", "turn": i}), tokens(5)]
             store.put(key("p", i), rows, score=i / 2)
     return path
 

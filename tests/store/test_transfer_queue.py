@@ -6,7 +6,6 @@ One Ray serves this file and test_transfer_queue_processes.py, which runs after 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from time import sleep
 
 import pytest
@@ -59,7 +58,7 @@ def test_too_few_cpus_are_an_error_before_the_start(owner: TransferQueueStore) -
 def test_others_find_tensors_under_the_origins_keys_and_tags(store: TransferQueueStore, run: str) -> None:
     import transfer_queue
 
-    store.put(key("a_b", 3, round=7), [tokens(2), replace(tokens(1, text="x"), is_padding=True, tags={"turn": 4})])
+    store.put(key("a_b", 3, round=7), [tokens(2), tokens(1, text="x")._replace(is_padding=True, tags={"turn": 4})])
     listed = transfer_queue.kv_list(f"{run}/7")[f"{run}/7"]
     first, second = sorted(listed)
     assert first.startswith("a%5Fb_3_0@7.0.")

@@ -45,3 +45,26 @@ def test_a_tree_of_more_than_text_is_refused_before_a_session_runs(tmp_path: Pat
     config = load_config(write_run(tmp_path / "run", changes, tree) / "config.toml")
     with pytest.raises(ConfigError, match=f"train.collate is tree and the model {match}"):
         set_up(config, World(0, 1, CPU))
+
+
+def test_rows_that_came_with_the_list_are_those_of_the_store(tmp_path: Path):
+    """Short rows travel with the sealed round; after a resume, and where they are long, they are read."""
+    config = load_config(write_run(tmp_path / "run") / "config.toml")
+    setup = set_up(config, World(0, 1, CPU))
+    sealed = seal_round(setup.world, round=1, own=run_sessions(setup, 1), num_sessions=24)
+    assert sealed.sessions.vectors is not None
+    again = run_sessions(setup, 1)  # all of them are in the store
+    read = seal_round(setup.world, round=1, own=again, num_sessions=24)
+    assert read.sessions.vectors is None
+    plan = make_plan(sealed.rows, replace(config.layout(1), dp_size=2))
+    for dp_rank in range(2):
+        here = replace(setup, world=World(dp_rank, 2, CPU))
+        batches = [read_batch(here, each, plan) for each in (sealed, read)]
+        for step in plan.steps("actor"):
+            pairs = zip(*(batch.micro_batches(step, dp_rank, ("rollout_log_probs",)) for batch in batches), strict=True)
+            for (_, one), (_, other) in pairs:
+                assert one.labels.equal(other.labels)
+                assert one.inputs["input_ids"].equal(other.inputs["input_ids"])
+                assert one.weights.loss.equal(other.weights.loss)
+                assert one.fields["rollout_log_probs"].equal(other.fields["rollout_log_probs"])
+    setup.close()

@@ -20,7 +20,7 @@ from raggedright.agents.session import Task
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
 from raggedright.records import parse_lines
-from raggedright.store.checks import is_text
+from raggedright.store.tags import is_text
 
 Make = Callable[[int, int], Mapping[str, object]]
 

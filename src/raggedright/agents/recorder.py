@@ -54,8 +54,14 @@ class SessionRecorder:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._store.put_all([new for new, _ in ended])
-        self.final.append(listing_of_new(new for new, is_last in ended if is_last))
+        new = [each for each, _ in ended]
+        listing = listing_of_new(new)
+        if listing.vectors is None:
+            self._store.put_all(new)
+        else:
+            self._store.put_listing(listing)
+        final = [each for each, is_last in ended if is_last]
+        self.final.append(listing if len(final) == len(new) else listing_of_new(final))
         for new, is_last in ended:
             if not is_last:
                 self.open[new.key[1:3]] = new.key._replace(attempt=new.key.attempt + 1)

@@ -18,8 +18,8 @@ from raggedright.agents.tokens import Message, Tokens
 from raggedright.agents.trajectory import Generate, Reply, Trajectory
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Picture, Vision
-from raggedright.store.checks import is_text
 from raggedright.store.protocol import NewRow, SessionKey
+from raggedright.store.tags import is_text
 
 __all__ = ["Agent", "Message", "Reply", "Session", "SessionError", "Task", "Trajectory"]
 
@@ -122,7 +122,7 @@ class Session:
 
     def rows(self) -> list[NewRow]:
         """One row a trajectory, as the store takes them; for the runner."""
-        metrics = {f"metric/{name}": value for name, value in self._metrics.items()}
+        metrics = tuple((f"metric/{name}", value) for name, value in self._metrics.items())
         return [trajectory.row(metrics) for trajectory in self._trajectories]
 
     def let_go(self) -> None:

@@ -5,12 +5,13 @@ ones carry none, and their log-prob is 0. A trajectory that never generated is a
 has room left, a generation gets at most that room and ends with "length"; where it has none, it is an error.
 """
 
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Look, Picture, join_media, pictures_of
 from raggedright.rollout.protocol import FinishReason, Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
-from raggedright.store.protocol import NewRow
+from raggedright.store.protocol import NewRow, Tag
 from raggedright.tensors.routing import fill_up
 
 if TYPE_CHECKING:
@@ -34,9 +35,13 @@ def _limited(sampling: Sampling, max_tokens: int, texts: tuple[str, ...]) -> Sam
     return replace(sampling, max_tokens=max_tokens, stop_texts=(*sampling.stop_texts, *texts))
 
 
-def _vector(values: list[int] | list[float], dtype: type[np.number]) -> Tensor:
-    """A list as a tensor; by numpy, which is several times faster than torch at short ones."""
-    return torch.from_numpy(np.array(values, dtype=dtype))
+@lru_cache(maxsize=1024)
+def _tags(
+    role: str, reward: float | None, finish_reason: str, weight_version: int, metrics: tuple[tuple[str, float], ...]
+) -> Mapping[str, Tag]:
+    """A row's tags, one object for those that are alike: a run has few that differ."""
+    own = {"role": role, "reward": reward, "finish_reason": finish_reason, "weight_version": weight_version}
+    return MappingProxyType({**own, **dict(metrics)})
 
 
 class Reply(NamedTuple):
@@ -114,15 +119,15 @@ class Trajectory:
         if is_chat(tokens):
             self._turn_start = len(self._ids)
 
-    def row(self, metrics: Mapping[str, float]) -> NewRow:
+    def row(self, metrics: tuple[tuple[str, float], ...]) -> NewRow:
         """What was recorded, as the store takes it; for the runner."""
         reward = None if self.reward is None else finite(self.reward)
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
         fields: dict[str, object] = {
-            "input_ids": _vector(self._ids, np.int64),
-            "response_mask": _vector(self._mask, np.int64),
-            "rollout_log_probs": _vector(self._log_probs, np.float32),
+            "input_ids": array("q", self._ids),
+            "response_mask": array("q", self._mask),
+            "rollout_log_probs": array("f", self._log_probs),
         }
         if self._experts is not None:
             fields["routed_experts"] = fill_up(self._experts, len(self._ids))
@@ -133,13 +138,7 @@ class Trajectory:
             response_tokens=len(self._mask),
             loss_tokens=sum(self._mask),
             fields=fields,
-            tags={
-                "role": self.role,
-                "reward": reward,
-                "finish_reason": self._finish_reason,
-                "weight_version": self._weight_version,
-                **metrics,
-            },
+            tags=_tags(self.role, reward, self._finish_reason, self._weight_version, metrics),
         )
 
     def _keep_experts(self, experts: Tensor) -> None:

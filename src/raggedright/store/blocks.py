@@ -8,21 +8,26 @@ one with anything else in it, has a value of its own (`row_encoding`), so that n
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, offsets
+from raggedright.ragged import Ragged
 from raggedright.store.encoding import decode, encode
-from raggedright.store.protocol import NewRow, StoreError
-from raggedright.store.reader import TORCH
+from raggedright.store.listing import SHORT, SessionLine
+from raggedright.store.protocol import StoreError
 
-SHORT = 2**13  # bytes of a session whose rows share a block
 MOST = 2**17  # bytes of a block
-_DTYPES = frozenset(TORCH.values())
+
+
+class NewBlock(NamedTuple):
+    """A block to put: its round, its value, and the places of its sessions among those that are put."""
+
+    round: int
+    value: bytes
+    sessions: range
 
 
 class Block:
@@ -42,39 +47,27 @@ class Block:
         return {name: rows[i].clone() for name, rows in zip(self.vectors, self._rows, strict=True)}
 
 
-class Alike(NamedTuple):
-    """Rows that can share a block: the fields that each of them has, and the vectors of all, row after row."""
-
-    kinds: tuple[tuple[str, torch.dtype], ...]
-    vectors: list[Tensor]
-    num_bytes: int
-
-
-def alike(rows: Sequence[NewRow]) -> Alike | None:
-    """A session's rows, if they can share a block."""
-    vectors, known, total = [], None, 0
-    for row in rows:
-        kinds = []
-        for name, value in row.fields.items():
-            if type(value) is not Tensor or value.dim() != 1 or not value.is_cpu or value.dtype not in _DTYPES:
-                return None
-            if value.layout is not torch.strided or value.requires_grad:
-                return None
-            kinds.append((name, value.dtype))
-            vectors.append(value)
-            total += value.nbytes
-        if known is None:
-            known = kinds
-        if kinds != known or total > SHORT:
-            return None
-    return Alike(tuple(known), vectors, total) if known else None
+def encode_blocks(lines: Sequence[SessionLine], vectors: Mapping[str, Ragged]) -> list[NewBlock] | None:
+    """Sessions with their rows' vectors as blocks, in their order; None where a session is too long for one."""
+    ends = offsets(np.array([line[4] for line in lines], dtype=np.int64))  # of sessions, among the rows
+    row_bytes = sum(ragged.sizes * ragged.flat.itemsize for ragged in vectors.values())
+    before = offsets(np.asarray(row_bytes))[ends]  # bytes of all sessions before each
+    if (before[1:] - before[:-1]).max(initial=0) > SHORT:
+        return None
+    rounds = [line[0][0] for line in lines]
+    blocks, first = [], 0
+    while first < len(lines):
+        last = int(np.searchsorted(before, before[first] + MOST, side="right")) - 1
+        last = next((i for i in range(first, last) if rounds[i] != rounds[first]), last)
+        value = _encode(slice(ends[first], ends[last]), vectors)
+        blocks.append(NewBlock(rounds[first], value, range(first, last)))
+        first = last
+    return blocks
 
 
-def encode_block(sessions: Sequence[Alike]) -> bytes:
-    """Sessions whose rows are alike as one value."""
-    kinds, vectors = sessions[0].kinds, [*chain.from_iterable(session.vectors for session in sessions)]
-    sizes = np.array([vector.numel() for vector in vectors], dtype=np.int64).reshape(-1, len(kinds)).T.copy()
-    return encode((sizes, {name: torch.cat(vectors[i :: len(kinds)]) for i, (name, _) in enumerate(kinds)}))
+def _encode(rows: slice, vectors: Mapping[str, Ragged]) -> bytes:
+    sizes = np.stack([ragged.sizes[rows] for ragged in vectors.values()])
+    return encode((sizes, {name: ragged.run(rows).flat for name, ragged in vectors.items()}))
 
 
 def decode_block(number: int, data: object) -> Block:

@@ -4,16 +4,19 @@ The surprise: None is no value. It agrees with every dtype, here as in a batch's
 each other and with None, and never with a tensor or an array.
 """
 
-import math
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import NamedTuple, get_args
 
+import numpy as np
+
+from raggedright.store.listing import Listing, SessionLine
 from raggedright.store.protocol import Key, NewRow, NewSession, SessionEntry, SessionKey, State, StoreError
+from raggedright.store.tags import is_number, is_text, tags_text
 
 LARGEST = 2**63 - 1
 MOST_ROWS = 2**16  # of a session
 _STATES = get_args(State)
-_PLAIN_TAGS = frozenset((bool, int, type(None)))
 
 
 class Encoded(NamedTuple):
@@ -23,31 +26,57 @@ class Encoded(NamedTuple):
     data: bytes
 
 
-def check_put(new: NewSession) -> None:
-    """Refuse what cannot be a session, whatever the store holds."""
+def check_put(new: NewSession) -> list[str]:
+    """Refuse what cannot be a session, whatever the store holds; the tags of each row, as JSON."""
     session, rows, state, cause, score = new
+    check_line((session, state, cause, score, len(rows)))
+    return [_check_row(session, i, row) for i, row in enumerate(rows)]
+
+
+def check_line(line: SessionLine) -> None:
+    """Refuse what cannot be a session, of which this is listed."""
+    key, state, cause, score, num_rows = line
+    session = SessionKey(*key)
     check_session(session)
     if state not in _STATES:
         raise StoreError(f"{session}: state is {state!r}; it takes {', '.join(_STATES)}")
-    if rows and state != "finished":
-        counted = f"{len(rows)} row{'s' if len(rows) > 1 else ''}"
+    if num_rows and state != "finished":
+        counted = f"{num_rows} row{'s' if num_rows > 1 else ''}"
         raise StoreError(f"{session}: {counted} with state {state}; only a finished session has rows")
     if bool(cause) != (state == "failed") or not is_text(cause):
         raise StoreError(f"{session}: cause is {cause!r:.80} with state {state}; a failed session has one, others none")
-    if score is not None and not _is_number(score):
+    if score is not None and not is_number(score):
         raise StoreError(f"{session}: score is {score!r:.80}; it takes a finite number or None, or put it as failed")
-    if len(rows) > MOST_ROWS:
-        raise StoreError(f"{session}: {len(rows):,} rows; a session has at most {MOST_ROWS:,}")
-    for i, row in enumerate(rows):
-        _check_row(session, i, row)
+    if num_rows > MOST_ROWS:
+        raise StoreError(f"{session}: {num_rows:,} rows; a session has at most {MOST_ROWS:,}")
+
+
+def check_listing(listing: Listing) -> None:
+    """Refuse what cannot be put; its tags were checked when they became text."""
+    for line in listing.sessions:
+        (round, prompt, session, attempt), state, cause, score, num_rows = line
+        named = _is_count(round) and _is_count(session) and _is_count(attempt) and is_text(prompt)
+        plain = state == "finished" and cause == "" and type(score) is float and isfinite(score)
+        if not (named and plain and num_rows <= MOST_ROWS):  # most are
+            check_line(line)
+    prompt, response, loss = listing.about[:3]
+    num_rows = sum(line[4] for line in listing.sessions)
+    vectors = (listing.vectors or {}).values()
+    if any(len(column) != num_rows for column in (*listing.about, *(ragged.sizes for ragged in vectors))):
+        raise StoreError(f"a listing has {num_rows:,} rows and not as many numbers, tags and vectors")
+    for column in (prompt, response, loss, response - loss) if num_rows else ():
+        wrong = np.flatnonzero(column < 0) if column.dtype == np.int64 else np.arange(1)
+        if len(wrong):
+            raise _wrong_counts(listing.keys[wrong[0]], *(each[wrong[0]] for each in listing.about[:3]))
 
 
 def check_session(session: SessionKey) -> None:
     """Refuse what cannot be a session's key."""
-    for name in ("round", "session", "attempt"):
-        if not _is_count(getattr(session, name)):
-            raise StoreError(f"{session!r:.200}: {name} is no whole number from 0 to {LARGEST:,}")
-    if not is_text(session.prompt):
+    round, prompt, number, attempt = session
+    if not (_is_count(round) and _is_count(number) and _is_count(attempt)):
+        name = next(name for name in ("round", "session", "attempt") if not _is_count(getattr(session, name)))
+        raise StoreError(f"{session!r:.200}: {name} is no whole number from 0 to {LARGEST:,}")
+    if not is_text(prompt):
         raise StoreError(f"{session!r:.200}: prompt is no text; it takes a string of whole Unicode characters")
 
 
@@ -120,32 +149,24 @@ def last_attempts(entries: Iterable[SessionEntry], wanted: Iterable[tuple[str, i
     return list(last.values())
 
 
-def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> None:
-    prompt, response, loss = counts = row.prompt_tokens, row.response_tokens, row.loss_tokens
+def _check_row(session: SessionKey, trajectory: int, row: NewRow) -> str:
+    prompt, response, loss, _, is_padding, tags = row
     if not (_is_count(prompt) and _is_count(response) and _is_count(loss)) or loss > response:
-        raise StoreError(
-            f"{Key(*session, trajectory)}: prompt_tokens, response_tokens and loss_tokens are "
-            f"{', '.join(map(str, counts))}; they take whole numbers from 0, and loss_tokens at most response_tokens"
-        )
-    if type(row.is_padding) is not bool:
-        raise StoreError(f"{Key(*session, trajectory)}: is_padding is {row.is_padding!r:.80}; it takes True or False")
-    for name, value in row.tags.items():
-        kind = type(value)
-        if not is_text(name) or not (kind in _PLAIN_TAGS or is_text(value) or _is_number(value)):
-            raise StoreError(
-                f"{Key(*session, trajectory)}: tag {name} is {value!r:.80}; it takes text, a finite number, a boolean "
-                "or None"
-            )
+        raise _wrong_counts(Key(*session, trajectory), prompt, response, loss)
+    if type(is_padding) is not bool:
+        raise StoreError(f"{Key(*session, trajectory)}: is_padding is {is_padding!r:.80}; it takes True or False")
+    try:
+        return tags_text(tags)
+    except StoreError as error:
+        raise StoreError(f"{Key(*session, trajectory)}: {error}") from None
+
+
+def _wrong_counts(key: Key, prompt: object, response: object, loss: object) -> StoreError:
+    return StoreError(
+        f"{key}: prompt_tokens, response_tokens and loss_tokens are {prompt}, {response}, {loss}; they take whole "
+        "numbers from 0, and loss_tokens at most response_tokens"
+    )
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def is_text(value: object) -> bool:
-    """Whether it is text of whole Unicode characters, which UTF-8 can hold."""
-    return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

@@ -18,6 +18,7 @@ something else, so it is refused. Tensors are detached and come back on the CPU.
 
 import struct
 import zlib
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raggedright.store.checks import Encoded, is_text
+from raggedright.ragged import ARRAY_CODES
+from raggedright.store.checks import Encoded
 from raggedright.store.protocol import Fields, Key, StoreError
 from raggedright.store.reader import KEY_TYPES, MAX_DEPTH, MAX_DIMS, NUMPY, TORCH, Reader, altered
+from raggedright.store.tags import is_text
 
 VERSION = b"\x01"
 MAX_BYTES = 1_000_000_000 - 1_024  # SQLite's limit for one value, with room for the rest of its row
@@ -54,8 +57,18 @@ def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
+def with_tensors(fields: Fields) -> Fields:
+    """Fields with the vectors that Python's arrays stand for."""
+    arrays = {name: value for name, value in fields.items() if type(value) is array and value.typecode in ARRAY_CODES}
+    if not arrays:
+        return fields
+    copies = {name: np.frombuffer(bytearray(value), dtype=value.typecode) for name, value in arrays.items()}
+    return {**fields, **{name: torch.from_numpy(copy) for name, copy in copies.items()}}
+
+
 def encode_fields(key: Key, fields: Fields) -> dict[str, Encoded]:
     """A row's fields as bytes; an error names the row and the field."""
+    fields = with_tensors(fields)
     check_names(key, fields)
     encoded = {}
     for name, value in fields.items():

@@ -10,13 +10,15 @@ attempt, so no key is ever written twice and a late writer cannot touch what ano
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from raggedright.errors import RaggedRightError
 
 if TYPE_CHECKING:
     from raggedright.ragged import Ragged
+    from raggedright.store.listing import Listing
 
 State = Literal["running", "finished", "failed"]
 Tag = str | int | float | bool | None
@@ -57,16 +59,18 @@ class Key(NamedTuple):
         return SessionKey(*self[:4])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRow:
-    """A row to put: its counts, its tensors and other fields, its tags. Its number in the session is its trajectory."""
+class NewRow(NamedTuple):
+    """A row to put: its counts, its tensors and other fields, its tags. Its number in the session is its trajectory.
+
+    An `array.array` of numbers stands for a vector and is read as a tensor: short rows are put several times as fast.
+    """
 
     prompt_tokens: int
     response_tokens: int
     loss_tokens: int
     fields: Fields
     is_padding: bool = False
-    tags: Mapping[str, Tag] = field(default_factory=dict)
+    tags: Mapping[str, Tag] = MappingProxyType({})
 
 
 class NewSession(NamedTuple):
@@ -127,6 +131,10 @@ class Store(Protocol):
         Each is whole or not at all. Where one is refused, those before it may be there or not, those after it are not.
         """
         ...
+
+    def put_listing(self, listing: "Listing") -> None:
+        """Record the sessions of a listing that has its rows' vectors, as `put_all` does."""
+        self.put_all(listing.new_sessions())
 
     @abstractmethod
     def list(

@@ -9,7 +9,6 @@ returns is joined anew anyway, by the rows that happen to be asked for: nested, 
 apart into rows, and checked. A tag is copied with every get, so it has few entries, and text for the rest.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
@@ -17,10 +16,10 @@ from urllib.parse import quote
 import torch
 from torch import Tensor, nn
 
-from raggedright.store.encoding import decode_field, encode_fields, type_name
-from raggedright.store.listing import About
+from raggedright.store.encoding import decode_field, encode_fields, type_name, with_tensors
 from raggedright.store.protocol import Fields, Key, NewRow, StoreError
 from raggedright.store.ray_round import Column, RowColumns
+from raggedright.store.tags import to_json
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,6 +46,7 @@ def row_name(key: Key, write: int) -> str:
 
 def to_cells(key: Key, fields: Fields) -> dict[str, Cell]:
     """A row's fields as they travel; an error names the row and the field."""
+    fields = with_tensors(fields)
     native = {name: value for name, value in fields.items() if _is_native(value)}
     encode_fields(key, dict.fromkeys(native))  # their names
     cells = {name: _native(value) for name, value in native.items()}
@@ -94,19 +94,6 @@ def split(
     return [dict(zip(fields, values, strict=True)) for values in zip(*by_field, strict=True)]
 
 
-def about(rows: Sequence[NewRow]) -> tuple[About, list[str]]:
-    """What a listing says of rows, and their tags, each as JSON."""
-    tags = [_json({**row.tags}) for row in rows]
-    said = About(
-        [row.prompt_tokens for row in rows],
-        [row.response_tokens for row in rows],
-        [row.loss_tokens for row in rows],
-        [row.is_padding for row in rows],
-        [",".join(tags)],
-    )
-    return said, tags
-
-
 def tag(row: NewRow, tags: str, num_rows: int, columns: str) -> dict[str, object]:
     """What TransferQueue is told of a row: the origin's `is_padding`, and what others need to read it."""
     counts = f'"prompt_tokens":{row.prompt_tokens},"response_tokens":{row.response_tokens}'
@@ -117,12 +104,8 @@ def tag(row: NewRow, tags: str, num_rows: int, columns: str) -> dict[str, object
 def columns_json(columns_of_rows: Sequence[RowColumns]) -> list[str]:
     """Where fields are, for a row's tag; the same text object for rows that are alike."""
     known = {id(each): each for each in columns_of_rows}
-    texts = {i: _json({name: column.name for name, column in each.items()}) for i, each in known.items()}
+    texts = {i: to_json({name: column.name for name, column in each.items()}) for i, each in known.items()}
     return [texts[id(each)] for each in columns_of_rows]
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _values(keys: Sequence[Key], name: str, column: Column, answer: "TensorDict") -> Sequence[object]:

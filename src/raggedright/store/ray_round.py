@@ -9,11 +9,12 @@ The surprise: what a listing says of rows is kept in columns, as it is sent (`li
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from raggedright.store.checks import check_types
-from raggedright.store.listing import About, Listing
+from raggedright.store.listing import About, Listing, join_about
 from raggedright.store.protocol import Key, SessionKey, State
 
 
@@ -108,16 +109,9 @@ def listing(sessions: Iterable[StoredSession]) -> Listing:
     rows = [row for session in found for row in session.rows]
     shared = {id(row.columns): row.columns for row in rows}
     numbers = {each: number for number, each in enumerate(shared)}
-    about = [session.about for session in found]
     return Listing(
         [(tuple(each.key), each.state, each.cause, each.score, len(each.rows)) for each in found],
-        About(
-            [*chain.from_iterable(each.prompt_tokens for each in about)],
-            [*chain.from_iterable(each.response_tokens for each in about)],
-            [*chain.from_iterable(each.loss_tokens for each in about)],
-            [*chain.from_iterable(each.is_padding for each in about)],
-            [*chain.from_iterable(each.tags for each in about)],
-        ),
-        [numbers[id(row.columns)] for row in rows],
+        join_about([session.about for session in found]),
+        np.array([numbers[id(row.columns)] for row in rows], dtype=np.int64),
         [[*row_columns] for row_columns in shared.values()],
     )

@@ -26,6 +26,7 @@ from raggedright.store.encoding import (
     plain_vector,
     text_item,
     type_name,
+    with_tensors,
     write_item,
 )
 from raggedright.store.protocol import Fields, Key, StoreError
@@ -46,6 +47,7 @@ class EncodedRow(NamedTuple):
 
 def encode_row(key: Key, fields: Fields) -> EncodedRow:
     """A row's fields as bytes; an error names the row and the field."""
+    fields = with_tensors(fields)
     check_names(key, fields)
     types: dict[str, str] = {}
     apart: dict[str, Encoded] = {}

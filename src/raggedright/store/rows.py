@@ -18,12 +18,12 @@ from raggedright.store.protocol import SessionEntry, SessionKey, Store, StoreErr
 def rows_of(entries: Iterable[SessionEntry]) -> Rows:
     """The rows of one round's finished sessions, in the order of their keys; `wait` gives a sealed round's entries."""
     listing = listing_of(entries)
-    finished = [SessionKey(*key) for key, state, *_ in listing.sessions if state == "finished"]
+    finished = [key for key, state, *_ in listing.sessions if state == "finished"]
     for before, after in pairwise(finished):
         if before[0] != after[0]:
-            raise StoreError(f"{after}: beside rows of round {before.round}; plan one round at a time")
+            raise StoreError(f"{SessionKey(*after)}: beside rows of round {before[0]}; plan one round at a time")
         if before[:3] == after[:3]:
-            raise StoreError(f"{after}: attempt {before.attempt} is finished, too; plan one of them")
+            raise StoreError(f"{SessionKey(*after)}: attempt {before[3]} is finished, too; plan one of them")
     said, num_rows = listing.about, np.array([line[4] for line in listing.sessions], dtype=np.int64)
     return Rows.from_columns(
         prompt=np.array([line[0][1] for line in listing.sessions], dtype=object).repeat(num_rows),

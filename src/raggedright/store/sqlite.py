@@ -19,17 +19,18 @@ from time import monotonic, sleep
 from raggedright.ragged import Ragged
 from raggedright.store.checks import MOST_ROWS, check_replaced, last_attempts, not_final, round_deleted
 from raggedright.store.encoding import encode_fields
-from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, State, Store
+from raggedright.store.listing import Listing, SessionLine
+from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, SessionKey, State, Store
 from raggedright.store.sqlite_file import Database
 from raggedright.store.sqlite_list import read_entries
 from raggedright.store.sqlite_put import (
     Ready,
-    check_keys,
     check_round_types,
-    encode_blocks,
-    encode_session,
+    check_rounds,
+    encode_listing,
+    encode_sessions,
     put_blocks,
-    session_row,
+    put_sessions,
 )
 from raggedright.store.sqlite_rows import (
     Values,
@@ -48,11 +49,6 @@ __all__ = ["SqliteStore"]
 POLL_SECONDS = 0.01
 SESSIONS_A_DELETE = 64
 
-_PUT_SESSION = """INSERT INTO sessions (id, round, prompt, session, attempt, state, cause, score, num_rows, block,
-  first, apart, rows, fields) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)
-  ON CONFLICT (id) DO UPDATE SET state = excluded.state, cause = excluded.cause, score = excluded.score,
-  num_rows = excluded.num_rows, block = excluded.block, first = excluded.first, apart = excluded.apart,
-  rows = excluded.rows, fields = excluded.fields"""
 _PUT_VALUE = "INSERT INTO row_values (row_id, value) VALUES (?, ?)"
 _PUT_FIELD = """INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, ?)
   ON CONFLICT DO UPDATE SET type = excluded.type, value = excluded.value"""
@@ -70,20 +66,30 @@ class SqliteStore(Store):
 
     def put_all(self, sessions: Sequence[NewSession]) -> None:
         """Record several sessions in one transaction, with one write to the disk: all of them or none."""
-        ready = [encode_session(new) for new in sessions]
-        blocks = encode_blocks(ready)
-        with self._database.write(_put_words(sessions)) as connection:
-            ids = check_keys(connection, sessions)
-            check_round_types(connection, _distinct_types(ready))
-            places = put_blocks(connection, blocks, ready)
-            numbered = [*zip(ids, ready, strict=True)]
-            put = [session_row(id_, each, places.get(i)) for i, (id_, each) in enumerate(numbered)]
-            connection.executemany(_PUT_SESSION, put)
-            rows = [(id_ * MOST_ROWS + t, row) for id_, each in numbered for t, row in enumerate(each.rows)]
+        self._put(encode_sessions(sessions))
+
+    def put_listing(self, listing: Listing) -> None:
+        """Record the sessions of a listing that has its rows' vectors, in one transaction."""
+        ready = encode_listing(listing)
+        if ready is None:
+            super().put_listing(listing)
+        else:
+            self._put(ready)
+
+    def _put(self, ready: Ready) -> None:
+        with self._database.write(_put_words(ready.lines)) as connection:
+            check_rounds(connection, ready.lines)
+            check_round_types(connection, ready.types)
+            ids = put_sessions(connection, ready, put_blocks(connection, ready))
+            rows = [
+                (id_ * MOST_ROWS + t, row)
+                for id_, of_session in zip(ids, ready.rows, strict=False)  # none where rows are in blocks
+                for t, row in enumerate(of_session)
+            ]
             connection.executemany(_PUT_VALUE, [(row_id, row.value) for row_id, row in rows])
-            apart = [(row_id, name, *field) for row_id, row in rows for name, field in row.apart.items()]
-            if apart:
-                connection.executemany(_PUT_FIELD, apart)
+            fields = [(row_id, name, *field) for row_id, row in rows for name, field in row.apart.items()]
+            if fields:
+                connection.executemany(_PUT_FIELD, fields)
 
     def list(
         self,
@@ -193,17 +199,5 @@ class SqliteStore(Store):
         return bool(ids)
 
 
-def _put_words(sessions: Sequence[NewSession]) -> str:
-    return f"put of {sessions[0].key}" if len(sessions) == 1 else f"put of {len(sessions):,} sessions"
-
-
-def _distinct_types(ready: Sequence[Ready]) -> list[tuple[Key, Mapping[str, str]]]:
-    """The types of the rows' fields, once for all rows of a round that are alike, with the first of them."""
-    seen: dict[tuple[object, ...], tuple[Key, Mapping[str, str]]] = {}
-    for each in ready:
-        key = each.new.key
-        for i, types in enumerate(each.types):
-            alike = (key.round, *types.items())
-            if alike not in seen:
-                seen[alike] = Key(*key, i), types
-    return [*seen.values()]
+def _put_words(lines: Sequence[SessionLine]) -> str:
+    return f"put of {SessionKey(*lines[0][0])}" if len(lines) == 1 else f"put of {len(lines):,} sessions"

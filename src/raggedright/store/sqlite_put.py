@@ -4,115 +4,137 @@ Encoding needs no file, so that it is done before the file is locked; what is wr
 the caller has begun.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from sqlite3 import Connection
+from itertools import islice
+from sqlite3 import Connection, IntegrityError
 from typing import NamedTuple
 
 import torch
 
-from raggedright.store.blocks import MOST, Alike, alike, encode_block
-from raggedright.store.checks import check_can_become, check_put, check_types, round_deleted
+from raggedright.store.blocks import NewBlock, encode_blocks
+from raggedright.store.checks import check_can_become, check_listing, check_put, check_types, round_deleted
 from raggedright.store.encoding import check_names
-from raggedright.store.protocol import Key, NewRow, NewSession
+from raggedright.store.listing import Listing, SessionLine, listing_of_new
+from raggedright.store.protocol import Key, NewRow, NewSession, SessionKey
 from raggedright.store.row_encoding import EncodedRow, encode_row
 from raggedright.store.sqlite_rows import find_sessions, watermark_of
+from raggedright.store.tags import tags_text, to_json
+
+_PUT = """INSERT INTO sessions (id, round, prompt, session, attempt, state, cause, score, num_rows, block,
+  first, apart, rows, fields) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+_PUT_KNOWN = f"""{_PUT} ON CONFLICT (id) DO UPDATE SET state = excluded.state, cause = excluded.cause,
+  score = excluded.score, num_rows = excluded.num_rows, block = excluded.block, first = excluded.first,
+  apart = excluded.apart, rows = excluded.rows, fields = excluded.fields"""
 
 
 class Ready(NamedTuple):
-    """A session to put, encoded: `rows` that have a value each, or `alike`, which are to share a block."""
+    """Sessions to put, encoded: what is listed of each, and blocks with their rows, or a value for each row."""
 
-    new: NewSession
-    rows: list[EncodedRow]
-    alike: Alike | None
-    listed: str
-    field_names: str
-
-    @property
-    def types(self) -> list[Mapping[str, str]]:
-        """The types of its rows' fields, once for those in a block."""
-        return [_types(self.alike.kinds)] if self.alike else [row.types for row in self.rows]
+    lines: Sequence[SessionLine]
+    listed: list[tuple[str, str]]  # of each session, its rows as JSON and the field names that they have
+    types: list[tuple[Key, Mapping[str, str]]]  # of fields, with the first row of its round that has these
+    blocks: Sequence[NewBlock] = ()
+    rows: Sequence[Sequence[EncodedRow]] = ()
 
 
-class ReadyBlock(NamedTuple):
-    """A block to put: its round, its value, and the places of its sessions among those that are put."""
+def encode_sessions(sessions: Sequence[NewSession]) -> Ready:
+    """Sessions that can be put, whatever the store holds, as the file takes them."""
+    for new in sessions:
+        check_put(new)
+    listing = listing_of_new(sessions)
+    if listing.vectors is not None and (ready := encode_listing(listing)) is not None:
+        return ready
+    rows = [[encode_row(Key(*new.key, i), row.fields) for i, row in enumerate(new.rows)] for new in sessions]
+    types: dict[tuple, tuple[Key, Mapping[str, str]]] = {}
+    for new, of_session in zip(sessions, rows, strict=True):
+        for i, row in enumerate(of_session):
+            types.setdefault((new.key[0], *row.types.items()), (Key(*new.key, i), row.types))
+    lines: list[SessionLine] = [(tuple(new.key), new.state, new.cause, new.score, len(new.rows)) for new in sessions]
+    listed = [_listed(new.rows) for new in sessions]
+    return Ready(lines, listed, [*types.values()], rows=rows)
 
-    round: int
-    value: bytes
-    sessions: list[int]
+
+def encode_listing(listing: Listing) -> Ready | None:
+    """Sessions with their rows' vectors, in blocks; None where a session is too long for one."""
+    vectors, lines = listing.vectors or {}, listing.sessions
+    check_listing(listing)
+    blocks = encode_blocks(lines, vectors)
+    if blocks is None:
+        return None
+    of_fields = _types(tuple((name, ragged.flat.dtype) for name, ragged in vectors.items()))
+    first = {key[0]: Key(*key, 0) for key, _, _, _, n in reversed(lines) if n}  # type: ignore[misc]
+    check_names(next(iter(first.values())), vectors)
+    *counts, tags = listing.about
+    said = [*zip(*(column.tolist() for column in counts), tags, strict=True)]
+    texts = {row: "[{},{},{},{:d},{},0]".format(*row) for row in {*said}}  # few differ
+    rows = map(texts.__getitem__, said)
+    names, none = _names((tuple(vectors),)), _names(())
+    listed = [(f"[{','.join(islice(rows, line[4]))}]", names if line[4] else none) for line in lines]
+    return Ready(lines, listed, [(key, of_fields) for key in first.values()], blocks)
 
 
-def encode_session(new: NewSession) -> Ready:
-    """A session that can be put, whatever the store holds, as the file takes it."""
-    check_put(new)
-    shared = alike(new.rows)
-    if shared is not None:
-        check_names(Key(*new.key, 0), new.rows[0].fields)
-    rows = [] if shared is not None else [encode_row(Key(*new.key, i), row.fields) for i, row in enumerate(new.rows)]
+def _listed(rows: Sequence[NewRow]) -> tuple[str, str]:
     lists: dict[tuple[str, ...], int] = {}  # of field names, most often one
-    listed = [[*_counts(row), dict(row.tags), lists.setdefault(tuple(row.fields), len(lists))] for row in new.rows]
-    return Ready(new, rows, shared, _json(listed), _names(tuple(lists)))
+    listed = []
+    for prompt, response, loss, fields, is_padding, tags in rows:
+        names = lists.setdefault(tuple(fields), len(lists))
+        listed.append(f"[{prompt},{response},{loss},{int(is_padding)},{tags_text(tags)},{names}]")
+    return f"[{','.join(listed)}]", _names(tuple(lists))
 
 
-def encode_blocks(ready: Sequence[Ready]) -> list[ReadyBlock]:
-    """The blocks of sessions whose rows share one, in their order."""
-    blocks: dict[tuple, list[list[int]]] = {}
-    sizes: dict[tuple, int] = {}
-    for i, each in enumerate(ready):
-        if each.alike is not None:
-            kind = each.new.key.round, each.alike.kinds
-            sizes[kind] = sizes.get(kind, MOST) + each.alike.num_bytes
-            if sizes[kind] > MOST:
-                blocks.setdefault(kind, []).append([])
-                sizes[kind] = each.alike.num_bytes
-            blocks[kind][-1].append(i)
-    return [
-        ReadyBlock(round, encode_block([rows for i in of_block if (rows := ready[i].alike)]), of_block)
-        for (round, _), of_kind in blocks.items()
-        for of_block in of_kind
-    ]
-
-
-def put_blocks(
-    connection: Connection, blocks: Sequence[ReadyBlock], ready: Sequence[Ready]
-) -> dict[int, tuple[int, int]]:
-    """Write blocks; the block of each session in one, by its place, and where its rows begin there."""
-    if not blocks:
-        return {}
+def put_blocks(connection: Connection, ready: Ready) -> list[tuple[int | None, int | None]]:
+    """Write blocks; the block of each session, and where its rows begin there."""
+    places: list[tuple[int | None, int | None]] = [(None, None)] * len(ready.lines)
+    if not ready.blocks:
+        return places
     (next_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM blocks").fetchone()
-    put = [(next_id + n, block.round, block.value) for n, block in enumerate(blocks)]
+    put = [(next_id + n, block.round, block.value) for n, block in enumerate(ready.blocks)]
     connection.executemany("INSERT INTO blocks (id, round, value) VALUES (?, ?, ?)", put)
-    places = {}
-    for (block_id, _, _), block in zip(put, blocks, strict=True):
+    for (block_id, _, _), block in zip(put, ready.blocks, strict=True):
         first = 0
         for i in block.sessions:
-            places[i] = block_id, first
-            first += len(ready[i].new.rows)
+            places[i] = (block_id, first) if ready.lines[i][4] else (None, None)
+            first += ready.lines[i][4]
     return places
 
 
-def session_row(session_id: int, ready: Ready, place: tuple[int, int] | None) -> tuple[object, ...]:
-    """What table sessions has of it; `place` is its block and where it begins there."""
-    key, rows, state, cause, score = ready.new
-    apart = int(any(row.apart for row in ready.rows))
-    where = place or (None, None)
-    return session_id, *key, state, cause, score, len(rows), *where, apart, ready.listed, ready.field_names
-
-
-def check_keys(connection: Connection, sessions: Sequence[NewSession]) -> list[int]:
-    """The id of each session, new or known; refused where its round is gone or it cannot become what is put."""
-    watermark = watermark_of(connection)
-    found = find_sessions(connection, [new.key for new in sessions])
-    known: dict[tuple, tuple[int, str]] = {key: (session.id, session.state) for key, session in found.items()}
+def put_sessions(
+    connection: Connection, ready: Ready, places: Sequence[tuple[int | None, int | None]]
+) -> Sequence[int]:
+    """Write sessions; the id of each. Most are new, and so none is looked up unless one turns out to be known."""
     (next_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM sessions").fetchone()
+    apart = [int(any(row.apart for row in rows)) for rows in ready.rows] or [0] * len(places)
+    columns = zip(ready.lines, places, apart, ready.listed, strict=True)
+    put = [(*key, *line, *place, alone, *said) for (key, *line), place, alone, said in columns]
+    ids = range(next_id, next_id + len(put))
+    try:
+        connection.executemany(_PUT, [(id_, *values) for id_, values in zip(ids, put, strict=True)])
+        return ids
+    except IntegrityError:
+        connection.execute("DELETE FROM sessions WHERE id >= ?", (next_id,))
+    known = check_known(connection, ready.lines, next_id)
+    connection.executemany(_PUT_KNOWN, [(id_, *values) for id_, values in zip(known, put, strict=True)])
+    return known
+
+
+def check_rounds(connection: Connection, lines: Sequence[SessionLine]) -> None:
+    """Refuse sessions of a round that is gone."""
+    watermark = watermark_of(connection)
+    for key, *_ in lines:
+        if key[0] <= watermark:
+            raise round_deleted(str(SessionKey(*key)), watermark)
+
+
+def check_known(connection: Connection, lines: Sequence[SessionLine], next_id: int) -> list[int]:
+    """The id of each session, new or known; refused where it cannot become what is put."""
+    found = find_sessions(connection, [line[0] for line in lines])
+    known: dict[tuple, tuple[int, str]] = {key: (session.id, session.state) for key, session in found.items()}
     ids = []
-    for new in sessions:
-        if new.key.round <= watermark:
-            raise round_deleted(str(new.key), watermark)
-        session_id, before = known.get(new.key, (next_id, None))
-        check_can_become(new.key, before, new.state)
-        known[new.key] = session_id, new.state
+    for key, state, *_ in lines:
+        session_id, before = known.get(key, (next_id, None))
+        check_can_become(SessionKey(*key), before, state)
+        known[key] = session_id, state
         next_id += before is None
         ids.append(session_id)
     return ids
@@ -134,16 +156,9 @@ def check_round_types(connection: Connection, of_rows: Sequence[tuple[Key, Mappi
 @lru_cache(maxsize=256)
 def _names(lists: tuple[tuple[str, ...], ...]) -> str:
     """Lists of field names as JSON; a run's rows have the same few."""
-    return _json([sorted(names) for names in lists])
+    return to_json([sorted(names) for names in lists])
 
 
 @lru_cache(maxsize=256)
 def _types(kinds: tuple[tuple[str, torch.dtype], ...]) -> Mapping[str, str]:
     return {name: str(dtype) for name, dtype in kinds}
-
-
-def _counts(row: NewRow) -> tuple[int, int, int, int]:
-    return row.prompt_tokens, row.response_tokens, row.loss_tokens, int(row.is_padding)
-
-
-_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # made once

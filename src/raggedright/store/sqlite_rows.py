@@ -135,8 +135,7 @@ def join_blocks(
         vectors = [each.vectors[name] for each in blocks.values()]
         if len({vector.dtype for vector in vectors}) > 1:
             raise StoreError(f"{keys[0]}: field {name} is not of one dtype in all rows; ask for one round at a time")
-        flat = torch.cat(vectors)
-        joined[name] = Ragged.of(Ragged.of(flat, sizes).take(at), sizes[at])
+        joined[name] = Ragged.of(torch.cat(vectors), sizes).rows(at)
     return joined
 
 

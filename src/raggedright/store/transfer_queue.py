@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from raggedright.store.checks import check_can_become, check_put
+from raggedright.store.listing import About
 from raggedright.store.protocol import (
     Fields,
     Key,
@@ -36,7 +37,6 @@ from raggedright.store.protocol import (
 )
 from raggedright.store.ray_columns import (
     Cell,
-    about,
     columns_json,
     in_columns,
     join,
@@ -173,8 +173,8 @@ class TransferQueueStore(Store):
         shared: dict[tuple, RowColumns] = {}
         columns_of_rows, begun, row_tags = iter([share_columns(shared, each) for each in cells]), [], []
         for each in sessions:
-            said, tags = about(each.rows)
-            row_tags += tags
+            said = About.of(each.rows)
+            row_tags += said.tags
             begun.append(
                 (each.key, each.state, each.cause, each.score, said, [*islice(columns_of_rows, len(each.rows))])
             )

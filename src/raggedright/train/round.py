@@ -106,14 +106,19 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
     own = own_positions(plan, setup.world.dp_rank)
     if not len(own):
         own = np.arange(min(len(sealed.rows), 1))
-    keys = [sealed.keys[p] for p in own.tolist()]
-    vectors = setup.store.get_joined(keys, ROW_FIELDS)
-    media = setup.store.get(keys, IMAGE_FIELDS) if setup.vision else [{} for _ in keys]
+    carried = sealed.sessions.vectors
+    if carried is not None:
+        vectors = {name: carried[name].rows(own) for name in ROW_FIELDS}
+    else:
+        vectors = setup.store.get_joined([sealed.keys[p] for p in own.tolist()], ROW_FIELDS)
+    media: Sequence[Fields] = [{}] * len(own)
+    if setup.vision:
+        media = setup.store.get([sealed.keys[p] for p in own.tolist()], IMAGE_FIELDS)
     if setup.experts:
         media = _with_routing(setup, [sealed.entries[p] for p in own.tolist()], media)
     rows = sealed.rows if len(own) == len(sealed.rows) else sealed.rows.take(own)
     schema = infer_schema(rows, media, joined=vectors) if len(own) else Schema({})
-    fields: list[Fields] = [{} for _ in sealed.keys]
+    fields: list[Fields] = [{}] * len(sealed.rows)
     for p, row in zip(own.tolist(), media, strict=True):
         fields[p] = row
     joined = {name: ragged.spread(own, len(fields)) for name, ragged in vectors.items()}

@@ -17,6 +17,8 @@ from raggedright.store.protocol import Key, RowEntry
 from raggedright.store.rows import rows_of
 from raggedright.train.world import TrainError, World
 
+MOST_CARRIED = 2**22  # bytes of vectors that come to every rank with the list
+
 
 @dataclass(frozen=True, eq=False)
 class SealedRound:
@@ -55,7 +57,7 @@ class SealedRound:
     def session_metrics(self) -> dict[str, float]:
         """Means over sessions of what agents reported beside the score; a session counts once."""
         found = self.sessions.first_tags
-        known = {id(tags): reports(tags) for tags in found}  # one object for those that are alike
+        known = {i: reports(tags) for i, tags in {id(tags): tags for tags in found}.items()}  # one object for many
         return mean_reports([known[id(tags)] for tags in found])
 
 
@@ -70,16 +72,16 @@ def reports(tags: Mapping[str, object]) -> dict[str, float]:
 
 def mean_reports(sessions: Sequence[Mapping[str, float]], *, prefix: str = "session") -> dict[str, float]:
     """The mean of each name over the sessions that reported it."""
-    values: dict[str, list[float]] = {}
-    for session in sessions:
-        for name, value in session.items():
-            values.setdefault(name, []).append(value)
-    return {f"{prefix}/{name}/mean": sum(found) / len(found) for name, found in sorted(values.items())}
+    means = {}
+    for name in sorted({name for session in {id(each): each for each in sessions}.values() for name in session}):
+        values = [session[name] for session in sessions if name in session]
+        means[f"{prefix}/{name}/mean"] = sum(values) / len(values)
+    return means
 
 
 def seal_round(world: World, *, round: int, own: Listing, num_sessions: int) -> SealedRound:
     """The round's sessions from what each rank has run, the same on every rank; all of them are in the store."""
-    listing = join_listings(world.gather(own))
+    listing = join_listings(world.gather(own.without_vectors(above=MOST_CARRIED // world.dp_size)))
     if len(listing) != num_sessions:
         raise TrainError(
             f"round {round}: {len(listing):,} of its {num_sessions:,} sessions have ended; "

@@ -14,7 +14,6 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from mmap import mmap
 from select import select
@@ -31,12 +30,9 @@ ROOM = 2**22  # bytes
 _LINE = 128  # bytes of a count, so that no two are in one line of a cache
 _TOKEN_BYTES = 16
 _HEAD = 8  # bytes that say how many follow
-_SPIN = 2e-3  # seconds of looking again at once
+_SPIN = 20e-3  # seconds of looking again at once: as uneven as ranks are in most exchanges
 _PAUSE = 1e-4  # seconds between two looks after that
 GRACE = 10.0  # seconds for a launcher to end this rank, once another has ended
-
-Add = Callable[..., Tensor]
-"""torch.add or torch.maximum: of two tensors, into `out`."""
 
 
 class SharedMemory:
@@ -70,8 +66,8 @@ class SharedMemory:
         others = {rank: os.pidfd_open(pid) for rank, pid in enumerate(pids) if rank != dp_rank}
         return cls(memory, dp_rank, others, timeout.total_seconds())
 
-    def reduce(self, values: Tensor, add: Add) -> None:
-        """The sum of all ranks' values, or what else `add` makes of two, in place; they fit a room."""
+    def sum(self, values: Tensor) -> None:
+        """The sum of all ranks' values, in place; they fit a room."""
         rooms = [
             torch.frombuffer(self._memory, dtype=values.dtype, count=values.numel(), offset=self._room(rank))
             for rank in range(self._dp_size)
@@ -81,7 +77,7 @@ class SharedMemory:
         self._meet()
         flat.copy_(rooms[0])
         for room in rooms[1:]:
-            add(flat, room, out=flat)
+            flat += room
 
     def gather(self, value: bytes) -> list[bytes] | None:
         """What each rank gives, by rank; None on each of them where one gives more than a room holds."""

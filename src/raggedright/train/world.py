@@ -9,10 +9,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from hashlib import sha256
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, RaggedRightError
-from raggedright.train.shared_memory import ROOM, Add, SharedMemory
+from raggedright.train.shared_memory import ROOM, SharedMemory
 
 T = TypeVar("T")
 PATIENCE = 1800.0  # seconds beyond the longest rollout that ranks wait for each other
@@ -58,13 +56,10 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
-        return self._reduce(values, torch.add, dist.ReduceOp.SUM)
-
-    def _reduce(self, values: Tensor, add: Add, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.shared is not None and values.nbytes <= ROOM:
-            self.shared.reduce(values, add)
+            self.shared.sum(values)
         elif self.dp_size > 1:
-            dist.all_reduce(values, op)
+            dist.all_reduce(values)
         return values
 
     def from_first(self, value: T | None) -> T:
@@ -80,7 +75,7 @@ class World:
         if self.dp_size == 1:
             return [value]
         if self.shared is not None and (found := self.shared.gather(pickle.dumps(value))) is not None:
-            return [pickle.loads(each) for each in found]
+            return [value if rank == self.dp_rank else pickle.loads(each) for rank, each in enumerate(found)]
         values: list[T | None] = [None] * self.dp_size
         dist.all_gather_object(values, value)
         return [each for each in values if each is not None]
@@ -91,13 +86,9 @@ class World:
 
     def check_same(self, value: str, what: str) -> None:
         """An error on every rank, unless all give the same."""
-        if self.dp_size == 1:
-            return
-        words = np.frombuffer(sha256(value.encode()).digest(), dtype=np.int64)
-        largest = torch.from_numpy(np.stack((words, ~words))).to(self.device)  # of ~words: the smallest word
-        self._reduce(largest, torch.maximum, dist.ReduceOp.MAX)
-        if not torch.equal(largest[0], ~largest[1]):
-            given = ", ".join(f"rank {rank}: {each[:12]}" for rank, each in enumerate(self.gather(value)))
+        values = self.gather(value)
+        if len({*values}) > 1:
+            given = ", ".join(f"rank {rank}: {each[:12]}" for rank, each in enumerate(values))
             raise TrainError(f"ranks disagree on {what} ({given}); please report this with the run folder")
 
     def leave(self) -> None:

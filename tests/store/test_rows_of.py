@@ -44,7 +44,7 @@ def test_what_was_put_is_listed_without_the_store_and_listings_are_joined() -> N
     for cut in range(5):
         assert [*join_listings([listing_of_new(put[cut:]), listing_of_new(put[:cut])])] == entries
     joined = join_listings([listing_of_new(put[:1]), listing_of(entries[:3])])
-    assert joined.first_tags == [{}, {"role": "ö", "x": 0.1}]
+    assert joined.first_tags == [({}, 1), ({"role": "ö", "x": 0.1}, 1)]
     assert [*join_listings([])] == []
 
 

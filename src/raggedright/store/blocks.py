@@ -16,7 +16,7 @@ from torch import Tensor
 from raggedright.arrays import Ints, offsets
 from raggedright.ragged import Ragged
 from raggedright.store.encoding import decode, encode
-from raggedright.store.listing import SHORT, SessionLine
+from raggedright.store.listing import SHORT, Sessions
 from raggedright.store.protocol import StoreError
 
 MOST = 2**17  # bytes of a block
@@ -47,16 +47,16 @@ class Block:
         return {name: rows[i].clone() for name, rows in zip(self.vectors, self._rows, strict=True)}
 
 
-def encode_blocks(lines: Sequence[SessionLine], vectors: Mapping[str, Ragged]) -> list[NewBlock] | None:
+def encode_blocks(sessions: Sessions, vectors: Mapping[str, Ragged]) -> list[NewBlock] | None:
     """Sessions with their rows' vectors as blocks, in their order; None where a session is too long for one."""
-    ends = offsets(np.array([line[4] for line in lines], dtype=np.int64))  # of sessions, among the rows
+    ends = offsets(sessions.num_rows)  # of sessions, among the rows
     row_bytes = sum(ragged.sizes * ragged.flat.itemsize for ragged in vectors.values())
     before = offsets(np.asarray(row_bytes))[ends]  # bytes of all sessions before each
     if (before[1:] - before[:-1]).max(initial=0) > SHORT:
         return None
-    rounds = [line[0][0] for line in lines]
+    rounds = [key[0] for key in sessions.key]
     blocks, first = [], 0
-    while first < len(lines):
+    while first < len(rounds):
         last = int(np.searchsorted(before, before[first] + MOST, side="right")) - 1
         last = next((i for i in range(first, last) if rounds[i] != rounds[first]), last)
         value = _encode(slice(ends[first], ends[last]), vectors)

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from raggedright.store.listing import Listing, SessionLine
+from raggedright.store.listing import Listing, SessionLine, Sessions
 from raggedright.store.protocol import Key, NewRow, NewSession, SessionEntry, SessionKey, State, StoreError
 from raggedright.store.tags import is_number, is_text, tags_text
 
@@ -53,14 +53,11 @@ def check_line(line: SessionLine) -> None:
 
 def check_listing(listing: Listing) -> None:
     """Refuse what cannot be put; its tags were checked when they became text."""
-    for line in listing.sessions:
-        (round, prompt, session, attempt), state, cause, score, num_rows = line
-        named = _is_count(round) and _is_count(session) and _is_count(attempt) and is_text(prompt)
-        plain = state == "finished" and cause == "" and type(score) is float and isfinite(score)
-        if not (named and plain and num_rows <= MOST_ROWS):  # most are
+    if not _is_plain(listing.sessions):  # most are
+        for line in listing.sessions.lines:
             check_line(line)
     prompt, response, loss = listing.about[:3]
-    num_rows = sum(line[4] for line in listing.sessions)
+    num_rows = int(listing.sessions.num_rows.sum())
     vectors = (listing.vectors or {}).values()
     if any(len(column) != num_rows for column in (*listing.about, *(ragged.sizes for ragged in vectors))):
         raise StoreError(f"a listing has {num_rows:,} rows and not as many numbers, tags and vectors")
@@ -68,6 +65,21 @@ def check_listing(listing: Listing) -> None:
         wrong = np.flatnonzero(column < 0) if column.dtype == np.int64 else np.arange(1)
         if len(wrong):
             raise _wrong_counts(listing.keys[wrong[0]], *(each[wrong[0]] for each in listing.about[:3]))
+
+
+def _is_plain(sessions: Sessions) -> bool:
+    """Whether all are plainly well: found out for all at once, and false where that takes a closer look."""
+    rounds, prompts, numbers, attempts = [*zip(*sessions.key, strict=True)] or [()] * 4
+    counts = *rounds, *numbers, *attempts
+    return (
+        {*map(type, counts)} == {int}
+        and 0 <= min(counts) <= max(counts) <= LARGEST
+        and {*map(type, prompts)} == {str}
+        and all(map(is_text, {*prompts}))
+        and ({*sessions.state}, {*sessions.cause}, {*map(type, sessions.score)}) == ({"finished"}, {""}, {float})
+        and isfinite(sum(sessions.score))  # type: ignore[arg-type]
+        and sessions.num_rows.max() <= MOST_ROWS
+    )
 
 
 def check_session(session: SessionKey) -> None:

@@ -9,15 +9,16 @@ The surprise: a listing of new sessions whose rows are short has their vectors, 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 
-from raggedright.arrays import Bools, Ints, within
+from raggedright.arrays import Bools, Ints, offsets, within
 from raggedright.store.collecting import no_collecting
 from raggedright.store.protocol import (
     Key,
@@ -51,17 +52,24 @@ class About(NamedTuple):
     tags: Sequence[str]
 
     @classmethod
-    def of(cls, rows: "Sequence[NewRow] | Sequence[RowEntry]") -> "About":
-        """What there is to say of these."""
-        tags = {id(row.tags): row.tags for row in rows}  # many rows may have one object
-        texts = {i: tags_text(each) for i, each in tags.items()}
-        return cls(
-            np.array([row.prompt_tokens for row in rows] or _NO_COUNTS),
-            np.array([row.response_tokens for row in rows] or _NO_COUNTS),
-            np.array([row.loss_tokens for row in rows] or _NO_COUNTS),
-            np.array([row.is_padding for row in rows], dtype=bool),
-            [texts[id(row.tags)] for row in rows],
-        )
+    def of(
+        cls,
+        prompt_tokens: Sequence[int],
+        response_tokens: Sequence[int],
+        loss_tokens: Sequence[int],
+        is_padding: Sequence[bool],
+        tags: Sequence[Mapping[str, Tag]],
+    ) -> "About":
+        """What there is to say of rows, given in columns; many rows may have one object with their tags."""
+        texts = {i: tags_text(each) for i, each in {id(each): each for each in tags}.items()}
+        prompt, response, loss = (np.array(c or _NO_COUNTS) for c in (prompt_tokens, response_tokens, loss_tokens))
+        return cls(prompt, response, loss, np.array(is_padding, dtype=bool), [texts[i] for i in map(id, tags)])
+
+    @classmethod
+    def of_new(cls, rows: Sequence[NewRow]) -> "About":
+        """What there is to say of rows that are put."""
+        prompt, response, loss, _, is_padding, tags = [*zip(*rows, strict=True)] or [()] * 6
+        return cls.of(prompt, response, loss, is_padding, tags)
 
     def take(self, at: Ints) -> "About":
         """The rows at these places."""
@@ -75,7 +83,7 @@ _NO_COUNTS = np.zeros(0, dtype=np.int64)
 
 def join_about(parts: Sequence[About]) -> About:
     """What is said of all rows, one part after another."""
-    counts = zip(*(part[:4] for part in (About.of(()), *parts)), strict=True)
+    counts = zip(*(part[:4] for part in (About.of_new(()), *parts)), strict=True)
     prompt, response, loss, is_padding = (np.concatenate(column) for column in counts)
     return About(prompt, response, loss, is_padding, [*chain.from_iterable([part.tags for part in parts])])
 
@@ -84,15 +92,51 @@ SessionLine = tuple[tuple, State, str, float | None, int]
 """A session: its key, state, cause, score and number of rows."""
 
 
-class Listing(Sequence[SessionEntry]):
-    """Sessions; what there is to say of the rows of all; each row's set of field names by number; these sets.
+class Sessions(NamedTuple):
+    """What a listing says of sessions, in columns; keys are tuples of round, prompt, session and attempt."""
 
-    `vectors` has all fields of all rows by name, or is None.
+    key: Sequence[tuple]
+    state: Sequence[State]
+    cause: Sequence[str]
+    score: Sequence[float | None]
+    num_rows: Ints
+
+    @classmethod
+    def of(cls, lines: Iterable[SessionLine]) -> "Sessions":
+        """Sessions given one by one."""
+        key, state, cause, score, num_rows = [*zip(*lines, strict=True)] or [()] * 5
+        return cls(key, state, cause, score, np.array(num_rows, dtype=np.int64))
+
+    @property
+    def lines(self) -> Iterator[SessionLine]:
+        """The sessions one by one."""
+        return zip(self.key, self.state, self.cause, self.score, self.num_rows.tolist(), strict=True)
+
+    def take(self, at: Sequence[int]) -> "Sessions":
+        """The sessions at these places."""
+        lines = [*self.lines]
+        return Sessions.of([lines[i] for i in at])
+
+
+def join_sessions(parts: Sequence[Sessions]) -> Sessions:
+    """All sessions, one part after another."""
+    return Sessions(
+        [key for part in parts for key in part.key],
+        [state for part in parts for state in part.state],
+        [cause for part in parts for cause in part.cause],
+        [score for part in parts for score in part.score],
+        np.concatenate([_NO_COUNTS, *(part.num_rows for part in parts)]),
+    )
+
+
+class Listing(Sequence[SessionEntry]):
+    """Sessions in the order of their keys; what there is to say of the rows of all; each row's set of field names by
+    number; these sets. `vectors` has all fields of all rows by name, or is None.
     """
 
     def __init__(
         self,
-        sessions: Sequence[SessionLine],
+        sessions: Sessions,
         about: About,
         set_of_row: Ints,
         field_names: Sequence[Sequence[str]],
@@ -117,7 +161,8 @@ class Listing(Sequence[SessionEntry]):
     def keys(self) -> list[Key]:
         """The key of each row."""
         new = tuple.__new__  # skips the argument handling of Key()
-        return [new(Key, (*key, i)) for key, _, _, _, num_rows in self.sessions for i in range(num_rows)]
+        sessions = zip(self.sessions.key, self.sessions.num_rows.tolist(), strict=True)
+        return [new(Key, (*key, i)) for key, num_rows in sessions for i in range(num_rows)]
 
     @cached_property
     def tags(self) -> Sequence[Mapping[str, Tag]]:
@@ -131,15 +176,14 @@ class Listing(Sequence[SessionEntry]):
         return tags
 
     @property
-    def first_tags(self) -> list[Mapping[str, Tag]]:
-        """The tags of the first row of each session that has rows; many are alike, and read once."""
-        ends = accumulate(line[4] for line in self.sessions)
-        first = [self.about.tags[end - line[4]] for end, line in zip(ends, self.sessions, strict=True) if line[4]]
+    def first_tags(self) -> list[tuple[Mapping[str, Tag], int]]:
+        """The tags that first rows of sessions have, and how many have them; most are alike."""
+        num_rows = self.sessions.num_rows
+        first = Counter(map(self.about.tags.__getitem__, offsets(num_rows)[:-1][num_rows > 0].tolist()))
         try:
-            known = {text: json.loads(text) for text in {*first}}
+            return [(json.loads(text), count) for text, count in first.items()]
         except ValueError as error:
             raise _altered(str(error)) from error
-        return [known[text] for text in first]
 
     @cached_property
     def entries(self) -> list[SessionEntry]:
@@ -153,7 +197,7 @@ class Listing(Sequence[SessionEntry]):
                 SessionEntry(
                     key=SessionKey(*key), state=state, cause=cause, score=score, rows=tuple(islice(rows, num_rows))
                 )
-                for key, state, cause, score, num_rows in self.sessions
+                for key, state, cause, score, num_rows in self.sessions.lines
             ]
 
     def new_sessions(self) -> list[NewSession]:
@@ -168,14 +212,14 @@ class Listing(Sequence[SessionEntry]):
         )
         return [
             NewSession(SessionKey(*key), [*islice(rows, num_rows)], state, cause, score)
-            for key, state, cause, score, num_rows in self.sessions
+            for key, state, cause, score, num_rows in self.sessions.lines
         ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self.entries == [*other]
 
     def __len__(self) -> int:
-        return len(self.sessions)
+        return len(self.sessions.key)
 
     @overload
     def __getitem__(self, at: int) -> SessionEntry: ...
@@ -188,13 +232,12 @@ class Listing(Sequence[SessionEntry]):
 def listing_of(entries: Iterable[SessionEntry]) -> Listing:
     """Entries as a listing, in the order of their keys."""
     if isinstance(entries, Listing):
-        keys = [key for key, *_ in entries.sessions]
-        if keys == sorted(keys):
-            return entries
+        return entries
     found = sorted(entries, key=lambda entry: entry.key)
-    lines: list[SessionLine] = [(tuple(e.key), e.state, e.cause, e.score, len(e.rows)) for e in found]
-    names = [row.field_names for entry in found for row in entry.rows]
-    listing = _listing(lines, [row for entry in found for row in entry.rows], names)
+    sessions = Sessions.of([(tuple(e.key), e.state, e.cause, e.score, len(e.rows)) for e in found])
+    rows = chain.from_iterable([entry.rows for entry in found])
+    _, prompt, response, loss, is_padding, tags, names = [*zip(*rows, strict=True)] or [()] * 7
+    listing = _listing(sessions, About.of(prompt, response, loss, is_padding, tags), names)
     listing.entries = found
     return listing
 
@@ -202,45 +245,53 @@ def listing_of(entries: Iterable[SessionEntry]) -> Listing:
 def listing_of_new(sessions: Iterable[NewSession]) -> Listing:
     """What a store lists of sessions that were put, in the order of their keys."""
     found = sorted(sessions, key=lambda new: new.key)
-    lines: list[SessionLine] = [(tuple(new.key), new.state, new.cause, new.score, len(new.rows)) for new in found]
-    rows = [*chain.from_iterable([new.rows for new in found])]
-    listing = _listing(lines, rows, [tuple(row.fields) for row in rows])
+    key, rows_of, state, cause, score = [*zip(*found, strict=True)] or [()] * 5
+    num_rows = np.fromiter(map(len, rows_of), dtype=np.int64, count=len(found))
+    rows: list[NewRow] = [*chain.from_iterable(rows_of)]
+    fields = [row.fields for row in rows]
+    listing = _listing(
+        Sessions([*map(tuple, key)], state, cause, score, num_rows), About.of_new(rows), [*map(tuple, fields)]
+    )
     if len(listing.field_names) == 1:
-        listing.vectors = _vectors([row.fields for row in rows], most=min(MOST_VECTORS, SHORT * len(found)))
+        listing.vectors = _vectors(fields, most=min(MOST_VECTORS, SHORT * len(found)))
     return listing
 
 
 def join_listings(listings: Sequence[Listing]) -> Listing:
     """The sessions of all of them, in the order of their keys."""
-    if len(some := [each for each in listings if len(each)]) == 1 and listing_of(some[0]) is some[0]:
-        return some[0]
-    lines = [line for listing in listings for line in listing.sessions]
-    order = sorted(range(len(lines)), key=[key for key, *_ in lines].__getitem__)
-    sizes = np.array([line[4] for line in lines], dtype=np.int64)
-    rows = np.repeat((np.cumsum(sizes) - sizes)[order], sizes[order]) + within(sizes[order])
+    parts = [each for each in listings if len(each)]
+    if len(parts) == 1:
+        return parts[0]
+    sessions, about = join_sessions([each.sessions for each in parts]), join_about([each.about for each in parts])
     sets: dict[tuple[str, ...], int] = {}
     numbers = [_NO_COUNTS]
-    for each in listings:
+    for each in parts:
         number = [sets.setdefault(tuple(names), len(sets)) for names in each.field_names]
         numbers.append(np.array(number, dtype=np.int64)[each.set_of_row])
-    about = join_about([each.about for each in listings]).take(rows)
-    vectors = _join_vectors([each for each in listings if len(each.set_of_row)], rows)
-    return Listing([lines[i] for i in order], about, np.concatenate(numbers)[rows], [*map(list, sets)], vectors)
+    set_of_row, vectors = np.concatenate(numbers), _join_vectors(parts)
+    order = sorted(range(len(sessions.key)), key=sessions.key.__getitem__)
+    if order != [*range(len(order))]:
+        sizes = sessions.num_rows[order]
+        rows = np.repeat(offsets(sessions.num_rows)[:-1][order], sizes) + within(sizes)
+        sessions, about, set_of_row = sessions.take(order), about.take(rows), set_of_row[rows]
+        vectors = vectors and {name: ragged.rows(rows) for name, ragged in vectors.items()}
+    return Listing(sessions, about, set_of_row, [*map(list, sets)], vectors)
 
 
-def _join_vectors(listings: Sequence[Listing], rows: Ints) -> "dict[str, Ragged] | None":
-    """The vectors of all, in the order of these rows of theirs; None where one has none, or others."""
-    parts = [each.vectors for each in listings if each.vectors is not None]
-    if not parts or len(parts) < len(listings) or any(part.keys() != parts[0].keys() for part in parts):
+def _join_vectors(listings: Sequence[Listing]) -> "dict[str, Ragged] | None":
+    """The vectors of all; None where one that has rows has none, or others."""
+    some = [each for each in listings if len(each.set_of_row)]
+    parts = [each.vectors for each in some if each.vectors is not None]
+    if not parts or len(parts) < len(some) or any(part.keys() != parts[0].keys() for part in parts):
         return None
     from raggedright.ragged import concatenate  # needs torch
 
-    return {name: concatenate([part[name] for part in parts]).rows(rows) for name in parts[0]}
+    return {name: concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _vectors(rows: Sequence[Mapping[str, object]], *, most: int) -> "dict[str, Ragged] | None":
-    """Rows of the same fields, joined field by field, where all are vectors of one type and have few bytes."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    """Rows of the same fields in one order, joined, where all are vectors of one type and have few bytes."""
+    columns = dict(zip(rows[0], zip(*[row.values() for row in rows], strict=True), strict=True))
     if not columns or sum(_num_bytes(column) for column in columns.values()) > most:
         return None
     from raggedright.ragged import join_alike  # needs torch
@@ -258,18 +309,14 @@ def _num_bytes(column: Sequence[object]) -> float:
         return inf
 
 
-def _listing(
-    lines: list[SessionLine],
-    rows: Sequence[NewRow] | Sequence[RowEntry],
-    names: Sequence[tuple[str, ...] | frozenset[str]],
-) -> Listing:
-    sets: dict[tuple[str, ...] | frozenset[str], int] = {}
-    set_of_row = [sets.setdefault(each, len(sets)) for each in names]
-    return Listing(lines, About.of(rows), np.array(set_of_row, dtype=np.int64), [sorted(each) for each in sets])
+def _listing(sessions: Sessions, about: About, names: Sequence[tuple[str, ...] | frozenset[str]]) -> Listing:
+    sets = {each: number for number, each in enumerate(dict.fromkeys(names))}
+    set_of_row = np.fromiter(map(sets.__getitem__, names), dtype=np.int64, count=len(names))
+    return Listing(sessions, about, set_of_row, [sorted(each) for each in sets])
 
 
 def _unpickled(
-    sessions: Sequence[SessionLine],
+    sessions: Sessions,
     about: About,
     set_of_row: Ints,
     field_names: Sequence[Sequence[str]],

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raggedright.store.checks import check_types
-from raggedright.store.listing import About, Listing, join_about
+from raggedright.store.listing import About, Listing, Sessions, join_about
 from raggedright.store.protocol import Key, SessionKey, State
 
 
@@ -110,7 +110,7 @@ def listing(sessions: Iterable[StoredSession]) -> Listing:
     shared = {id(row.columns): row.columns for row in rows}
     numbers = {each: number for number, each in enumerate(shared)}
     return Listing(
-        [(tuple(each.key), each.state, each.cause, each.score, len(each.rows)) for each in found],
+        Sessions.of([(tuple(each.key), each.state, each.cause, each.score, len(each.rows)) for each in found]),
         join_about([session.about for session in found]),
         np.array([numbers[id(row.columns)] for row in rows], dtype=np.int64),
         [[*row_columns] for row_columns in shared.values()],

@@ -4,7 +4,7 @@ Invariants: the planner sees one attempt of each session and all rows of it; a r
 checkpoint contains it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,22 +18,30 @@ from raggedright.store.protocol import SessionEntry, SessionKey, Store, StoreErr
 def rows_of(entries: Iterable[SessionEntry]) -> Rows:
     """The rows of one round's finished sessions, in the order of their keys; `wait` gives a sealed round's entries."""
     listing = listing_of(entries)
-    finished = [key for key, state, *_ in listing.sessions if state == "finished"]
-    for before, after in pairwise(finished):
-        if before[0] != after[0]:
-            raise StoreError(f"{SessionKey(*after)}: beside rows of round {before[0]}; plan one round at a time")
-        if before[:3] == after[:3]:
-            raise StoreError(f"{SessionKey(*after)}: attempt {before[3]} is finished, too; plan one of them")
-    said, num_rows = listing.about, np.array([line[4] for line in listing.sessions], dtype=np.int64)
+    sessions, said = listing.sessions, listing.about
+    _check_one_round([key for key, state in zip(sessions.key, sessions.state, strict=True) if state == "finished"])
+    _, prompt, number, _ = [*zip(*sessions.key, strict=True)] or [()] * 4
+    num_rows = sessions.num_rows
     return Rows.from_columns(
-        prompt=np.array([line[0][1] for line in listing.sessions], dtype=object).repeat(num_rows),
-        session=np.array([line[0][2] for line in listing.sessions], dtype=np.int64).repeat(num_rows),
+        prompt=np.array(prompt, dtype=object).repeat(num_rows),
+        session=np.array(number, dtype=np.int64).repeat(num_rows),
         trajectory=within(num_rows),
         prompt_tokens=said.prompt_tokens,
         response_tokens=said.response_tokens,
         loss_tokens=said.loss_tokens,
         is_padding=said.is_padding,
     )
+
+
+def _check_one_round(finished: Sequence[tuple]) -> None:
+    """Refuse two rounds, and two attempts of a session; keys are in order."""
+    if len({key[0] for key in finished}) < 2 and len({key[1:3] for key in finished}) == len(finished):
+        return
+    for before, after in pairwise(finished):
+        if before[0] != after[0]:
+            raise StoreError(f"{SessionKey(*after)}: beside rows of round {before[0]}; plan one round at a time")
+        if before[:3] == after[:3]:
+            raise StoreError(f"{SessionKey(*after)}: attempt {before[3]} is finished, too; plan one of them")
 
 
 def prune(store: Store, *, durable_round: int, keep_rounds: int = 0) -> None:

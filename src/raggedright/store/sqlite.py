@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from raggedright.ragged import Ragged
 from raggedright.store.checks import MOST_ROWS, check_replaced, last_attempts, not_final, round_deleted
 from raggedright.store.encoding import encode_fields
-from raggedright.store.listing import Listing, SessionLine
+from raggedright.store.listing import Listing
 from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, SessionKey, State, Store
 from raggedright.store.sqlite_file import Database
 from raggedright.store.sqlite_list import read_entries
@@ -77,8 +77,8 @@ class SqliteStore(Store):
             self._put(ready)
 
     def _put(self, ready: Ready) -> None:
-        with self._database.write(_put_words(ready.lines)) as connection:
-            check_rounds(connection, ready.lines)
+        with self._database.write(_put_words(ready.sessions.key)) as connection:
+            check_rounds(connection, ready.sessions)
             check_round_types(connection, ready.types)
             ids = put_sessions(connection, ready, put_blocks(connection, ready))
             rows = [
@@ -199,5 +199,5 @@ class SqliteStore(Store):
         return bool(ids)
 
 
-def _put_words(lines: Sequence[SessionLine]) -> str:
-    return f"put of {SessionKey(*lines[0][0])}" if len(lines) == 1 else f"put of {len(lines):,} sessions"
+def _put_words(keys: Sequence[tuple]) -> str:
+    return f"put of {SessionKey(*keys[0])}" if len(keys) == 1 else f"put of {len(keys):,} sessions"

@@ -10,12 +10,14 @@ from itertools import islice
 from sqlite3 import Connection, IntegrityError
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from raggedright.arrays import offsets
 from raggedright.store.blocks import NewBlock, encode_blocks
 from raggedright.store.checks import check_can_become, check_listing, check_put, check_types, round_deleted
 from raggedright.store.encoding import check_names
-from raggedright.store.listing import Listing, SessionLine, listing_of_new
+from raggedright.store.listing import Listing, SessionLine, Sessions, listing_of_new
 from raggedright.store.protocol import Key, NewRow, NewSession, SessionKey
 from raggedright.store.row_encoding import EncodedRow, encode_row
 from raggedright.store.sqlite_rows import find_sessions, watermark_of
@@ -31,8 +33,8 @@ _PUT_KNOWN = f"""{_PUT} ON CONFLICT (id) DO UPDATE SET state = excluded.state, c
 class Ready(NamedTuple):
     """Sessions to put, encoded: what is listed of each, and blocks with their rows, or a value for each row."""
 
-    lines: Sequence[SessionLine]
-    listed: list[tuple[str, str]]  # of each session, its rows as JSON and the field names that they have
+    sessions: Sessions
+    listed: tuple[Sequence[str], Sequence[str]]  # of each session, its rows as JSON; the field names that they have
     types: list[tuple[Key, Mapping[str, str]]]  # of fields, with the first row of its round that has these
     blocks: Sequence[NewBlock] = ()
     rows: Sequence[Sequence[EncodedRow]] = ()
@@ -52,26 +54,30 @@ def encode_sessions(sessions: Sequence[NewSession]) -> Ready:
             types.setdefault((new.key[0], *row.types.items()), (Key(*new.key, i), row.types))
     lines: list[SessionLine] = [(tuple(new.key), new.state, new.cause, new.score, len(new.rows)) for new in sessions]
     listed = [_listed(new.rows) for new in sessions]
-    return Ready(lines, listed, [*types.values()], rows=rows)
+    said = [text for text, _ in listed], [names for _, names in listed]
+    return Ready(Sessions.of(lines), said, [*types.values()], rows=rows)
 
 
 def encode_listing(listing: Listing) -> Ready | None:
     """Sessions with their rows' vectors, in blocks; None where a session is too long for one."""
-    vectors, lines = listing.vectors or {}, listing.sessions
+    vectors, sessions = listing.vectors or {}, listing.sessions
     check_listing(listing)
-    blocks = encode_blocks(lines, vectors)
+    blocks = encode_blocks(sessions, vectors)
     if blocks is None:
         return None
     of_fields = _types(tuple((name, ragged.flat.dtype) for name, ragged in vectors.items()))
-    first = {key[0]: Key(*key, 0) for key, _, _, _, n in reversed(lines) if n}  # type: ignore[misc]
-    check_names(next(iter(first.values())), vectors)
+    num_rows: list[int] = sessions.num_rows.tolist()  # of each session
+    with_rows = zip(reversed(sessions.key), reversed(num_rows), strict=True)
+    first = {key[0]: key for key, count in with_rows if count}  # of each round
+    types = [(Key(*key, trajectory=0), of_fields) for key in first.values()]
+    check_names(types[0][0], vectors)
     *counts, tags = listing.about
     said = [*zip(*(column.tolist() for column in counts), tags, strict=True)]
     texts = {row: "[{},{},{},{:d},{},0]".format(*row) for row in {*said}}  # few differ
     rows = map(texts.__getitem__, said)
     names, none = _names((tuple(vectors),)), _names(())
-    listed = [(f"[{','.join(islice(rows, line[4]))}]", names if line[4] else none) for line in lines]
-    return Ready(lines, listed, [(key, of_fields) for key in first.values()], blocks)
+    listed = [f"[{','.join(islice(rows, count))}]" for count in num_rows]
+    return Ready(sessions, (listed, [names if count else none for count in num_rows]), types, blocks)
 
 
 def _listed(rows: Sequence[NewRow]) -> tuple[str, str]:
@@ -83,55 +89,58 @@ def _listed(rows: Sequence[NewRow]) -> tuple[str, str]:
     return f"[{','.join(listed)}]", _names(tuple(lists))
 
 
-def put_blocks(connection: Connection, ready: Ready) -> list[tuple[int | None, int | None]]:
-    """Write blocks; the block of each session, and where its rows begin there."""
-    places: list[tuple[int | None, int | None]] = [(None, None)] * len(ready.lines)
+def put_blocks(connection: Connection, ready: Ready) -> tuple[list[int | None], list[int | None]]:
+    """Write blocks; the block of each session that has rows, and where they begin there."""
+    num_rows = ready.sessions.num_rows
+    block_of: list[int | None] = [None] * len(num_rows)
+    first: list[int | None] = [*block_of]
     if not ready.blocks:
-        return places
+        return block_of, first
     (next_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM blocks").fetchone()
     put = [(next_id + n, block.round, block.value) for n, block in enumerate(ready.blocks)]
     connection.executemany("INSERT INTO blocks (id, round, value) VALUES (?, ?, ?)", put)
     for (block_id, _, _), block in zip(put, ready.blocks, strict=True):
-        first = 0
-        for i in block.sessions:
-            places[i] = (block_id, first) if ready.lines[i][4] else (None, None)
-            first += ready.lines[i][4]
-    return places
+        among = slice(block.sessions.start, block.sessions.stop)
+        block_of[among] = [block_id] * len(block.sessions)
+        first[among] = offsets(num_rows[among])[:-1].tolist()
+    for i in np.flatnonzero(num_rows == 0).tolist():
+        block_of[i] = first[i] = None
+    return block_of, first
 
 
 def put_sessions(
-    connection: Connection, ready: Ready, places: Sequence[tuple[int | None, int | None]]
+    connection: Connection, ready: Ready, places: tuple[Sequence[int | None], Sequence[int | None]]
 ) -> Sequence[int]:
     """Write sessions; the id of each. Most are new, and so none is looked up unless one turns out to be known."""
     (next_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM sessions").fetchone()
-    apart = [int(any(row.apart for row in rows)) for rows in ready.rows] or [0] * len(places)
-    columns = zip(ready.lines, places, apart, ready.listed, strict=True)
-    put = [(*key, *line, *place, alone, *said) for (key, *line), place, alone, said in columns]
+    key, *said, num_rows = ready.sessions
+    apart = [int(any(row.apart for row in rows)) for rows in ready.rows] or [0] * len(key)
+    put = [*zip(*zip(*key, strict=True), *said, num_rows.tolist(), *places, apart, *ready.listed, strict=True)]
     ids = range(next_id, next_id + len(put))
     try:
         connection.executemany(_PUT, [(id_, *values) for id_, values in zip(ids, put, strict=True)])
         return ids
     except IntegrityError:
         connection.execute("DELETE FROM sessions WHERE id >= ?", (next_id,))
-    known = check_known(connection, ready.lines, next_id)
+    known = check_known(connection, ready.sessions, next_id)
     connection.executemany(_PUT_KNOWN, [(id_, *values) for id_, values in zip(known, put, strict=True)])
     return known
 
 
-def check_rounds(connection: Connection, lines: Sequence[SessionLine]) -> None:
+def check_rounds(connection: Connection, sessions: Sessions) -> None:
     """Refuse sessions of a round that is gone."""
     watermark = watermark_of(connection)
-    for key, *_ in lines:
+    for key in sessions.key:
         if key[0] <= watermark:
             raise round_deleted(str(SessionKey(*key)), watermark)
 
 
-def check_known(connection: Connection, lines: Sequence[SessionLine], next_id: int) -> list[int]:
+def check_known(connection: Connection, sessions: Sessions, next_id: int) -> list[int]:
     """The id of each session, new or known; refused where it cannot become what is put."""
-    found = find_sessions(connection, [line[0] for line in lines])
+    found = find_sessions(connection, sessions.key)
     known: dict[tuple, tuple[int, str]] = {key: (session.id, session.state) for key, session in found.items()}
     ids = []
-    for key, state, *_ in lines:
+    for key, state in zip(sessions.key, sessions.state, strict=True):
         session_id, before = known.get(key, (next_id, None))
         check_can_become(SessionKey(*key), before, state)
         known[key] = session_id, state

@@ -173,7 +173,7 @@ class TransferQueueStore(Store):
         shared: dict[tuple, RowColumns] = {}
         columns_of_rows, begun, row_tags = iter([share_columns(shared, each) for each in cells]), [], []
         for each in sessions:
-            said = About.of(each.rows)
+            said = About.of_new(each.rows)
             row_tags += said.tags
             begun.append(
                 (each.key, each.state, each.cause, each.score, said, [*islice(columns_of_rows, len(each.rows))])

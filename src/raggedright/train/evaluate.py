@@ -20,5 +20,5 @@ def evaluate(setup: Setup, round: int) -> dict[str, float]:
     return {
         "eval/score/mean": sum(score for score, _, _ in sessions) / max(1, len(sessions)),
         "eval/failed": float(sum(failed for _, failed, _ in sessions)),
-        **mean_reports([report for _, _, report in sessions], prefix="eval"),
+        **mean_reports([(report, 1) for _, _, report in sessions], prefix="eval"),
     }

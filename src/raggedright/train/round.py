@@ -51,9 +51,12 @@ class RoundResult:
 
 
 def run_sessions(setup: Setup, round: int, on_done: OnDone | None = None) -> Listing:
-    """Run this rank's share of the round's sessions, but for those that the store has; what became of them."""
+    """Run this rank's share of the round's sessions, but for those that the store has; what became of them.
+
+    Shares are in the order of keys, as a listing is, so that listings of all ranks are joined without sorting rows.
+    """
     config = setup.config
-    tasks = setup.tasks.of_round(round, config.train.batch_size)
+    tasks = sorted(setup.tasks.of_round(round, config.train.batch_size), key=lambda task: task.uid)
     sessions = [(task, session) for task in tasks for session in range(config.rollout.n)]
     share = setup.world.share(sessions)
     return setup.runner.run(setup.store, round=round, sessions=share, resume=True, on_done=on_done)

@@ -41,24 +41,20 @@ class SealedRound:
     @cached_property
     def failed(self) -> dict[tuple[str, int], str]:
         """The cause of each failed session, by prompt and session."""
-        return {key[1:3]: cause for key, state, cause, _, _ in self.sessions.sessions if state == "failed"}
+        key, state, cause, *_ = self.sessions.sessions
+        return {key[i][1:3]: cause[i] for i, each in enumerate(state) if each == "failed"}
 
     def scores(self, on_failure: str) -> Scores:
         """The score of each session that counts: a failed one is zero, or does not count."""
-        found = [(key, score) for key, state, _, score, _ in self.sessions.sessions if state == "finished"]
-        if on_failure == "zero":
-            found += [(key, 0.0) for key, state, *_ in self.sessions.sessions if state == "failed"]
-        return Scores.from_columns(
-            prompt=[key[1] for key, _ in found],
-            session=[key[2] for key, _ in found],
-            score=[np.nan if score is None else score for _, score in found],
-        )
+        key, state, _, score, _ = self.sessions.sessions
+        counts = ("finished", "failed") if on_failure == "zero" else ("finished",)
+        found = [(*key[i][1:3], 0.0 if s == "failed" else score[i]) for i, s in enumerate(state) if s in counts]
+        prompt, session, of_session = [*zip(*found, strict=True)] or [()] * 3
+        return Scores.from_columns(prompt=prompt, session=session, score=np.array(of_session, dtype=float))  # None: nan
 
     def session_metrics(self) -> dict[str, float]:
         """Means over sessions of what agents reported beside the score; a session counts once."""
-        found = self.sessions.first_tags
-        known = {i: reports(tags) for i, tags in {id(tags): tags for tags in found}.items()}  # one object for many
-        return mean_reports([known[id(tags)] for tags in found])
+        return mean_reports([(reports(tags), count) for tags, count in self.sessions.first_tags])
 
 
 def reports(tags: Mapping[str, object]) -> dict[str, float]:
@@ -70,12 +66,12 @@ def reports(tags: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def mean_reports(sessions: Sequence[Mapping[str, float]], *, prefix: str = "session") -> dict[str, float]:
-    """The mean of each name over the sessions that reported it."""
+def mean_reports(found: Sequence[tuple[Mapping[str, float], int]], *, prefix: str = "session") -> dict[str, float]:
+    """The mean of each name over the sessions that reported it; what so many sessions reported alike stands once."""
     means = {}
-    for name in sorted({name for session in {id(each): each for each in sessions}.values() for name in session}):
-        values = [session[name] for session in sessions if name in session]
-        means[f"{prefix}/{name}/mean"] = sum(values) / len(values)
+    for name in sorted({name for report, _ in found for name in report}):
+        values = [(report[name], count) for report, count in found if name in report]
+        means[f"{prefix}/{name}/mean"] = sum(v * n for v, n in values) / sum(n for _, n in values)
     return means
 
 

@@ -72,7 +72,7 @@ def _mend_end(file: BinaryIO) -> None:
 
 def _plain(value: object) -> object:
     """A value as JSON takes it."""
-    if isinstance(value, np.ndarray | np.generic):
+    if not isinstance(value, float) and isinstance(value, np.ndarray | np.generic):  # most are floats
         value = value.tolist()
     if isinstance(value, float):
         return (

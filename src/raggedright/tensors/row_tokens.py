@@ -25,7 +25,8 @@ class RowTokens:
 
     def __init__(self, rows: Rows, fields: Sequence[Fields], joined: Mapping[str, Ragged] | None = None) -> None:
         self.rows, self.fields = rows, fields
-        self.has_more = any(row and not row.keys().isdisjoint(_MORE) for row in fields)  # than vectors by token
+        some = filter(None, fields)
+        self.has_more = any(not row.keys().isdisjoint(_MORE) for row in some)  # than vectors by token
         self._joined: dict[str, Ragged] = {**(joined or {})}
 
     @property

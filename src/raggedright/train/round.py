@@ -122,8 +122,9 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
     rows = sealed.rows if len(own) == len(sealed.rows) else sealed.rows.take(own)
     schema = infer_schema(rows, media, joined=vectors) if len(own) else Schema({})
     fields: list[Fields] = [{}] * len(sealed.rows)
-    for p, row in zip(own.tolist(), media, strict=True):
-        fields[p] = row
+    if setup.vision or setup.experts:
+        for p, row in zip(own.tolist(), media, strict=True):
+            fields[p] = row
     joined = {name: ragged.spread(own, len(fields)) for name, ragged in vectors.items()}
     return TensorBatch.of(plan, fields, schema, setup.collator, joined=joined)
 

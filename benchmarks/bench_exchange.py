@@ -37,7 +37,7 @@ def run_rank(dp_rank: int, port: int, found: "Queue[dict]") -> None:
     work = torch.randn(256, 256)
     began = perf_counter()
     for _ in range(20):
-        work @ work
+        work.mm(work)
     products = max(1, round(WORK_SECONDS * 20 / (perf_counter() - began)))
     told = torch.tensor([products])
     dist.broadcast(told, src=0)  # the same work on both
@@ -46,7 +46,7 @@ def run_rank(dp_rank: int, port: int, found: "Queue[dict]") -> None:
         for size, count in SIZES.items():
             for way, world in ways.items():
                 for _ in range(int(told)):
-                    work @ work
+                    work.mm(work)
                 values = torch.ones(count)
                 began = perf_counter()
                 world.sum(values)

@@ -3,12 +3,13 @@
 Each case is the trainer's own round on one rank and one thread, in this process. What each part does is proportional
 to something: the model's to tokens (and, with length, to the square of it), all others to rows and to the values that
 rows carry. Seconds a row should then be level, or fall, along a line of the table; with length, seconds a token.
+All sizes of a table take turns, a round each, and the cheapest round of a size counts: a machine's slow minutes are no
+growth.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import process_time
 
 import torch
@@ -18,8 +19,9 @@ from rich.table import Table
 import raggedright.train.clock as clocks
 from raggedright.config.load import load_config
 from raggedright.train.clock import Clock
+from raggedright.train.loop import settle
 from raggedright.train.round import run_sessions, train_round
-from raggedright.train.setup import set_up
+from raggedright.train.setup import Setup, set_up
 from raggedright.train.world import World
 from train_tasks import ROOT, write_config
 
@@ -30,6 +32,7 @@ PARTS = ("rollout", "store", "plan", "forward", "advantages", "update", "other")
 MODEL_PARTS = ("rollout", "forward", "update")
 SHOWN = (*MODEL_PARTS, "store")  # in the picture
 POSITIONS = 4_352
+TURNS = 3  # after one to warm up
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +43,31 @@ class Case:
     sessions: int
     rows: int
     tokens: int
-    rounds: int = 2
 
 
 GROWTH = {
     "rows a session": [Case(45, 8, rows, 8) for rows in (1, 2, 4, 8, 16, 32)],
-    "row length": [Case(3, 4, 1, tokens, rounds=1) for tokens in (16, 64, 256, 1_024, 4_096)],
+    "row length": [Case(3, 4, 1, tokens) for tokens in (16, 64, 256, 1_024, 4_096)],
     "prompts": [Case(prompts, 8, 2, 8) for prompts in (45, 90, 180, 360, 720, 1_440)],
 }
 VARIES = {"rows a session": "rows", "row length": "tokens", "prompts": "prompts"}
 
 
-def measure(case: Case, folder: Path) -> dict[str, float]:
-    """CPU seconds by part of a round, the median after one to warm up."""
+def measure(cases: list[Case], work: Path) -> list[dict[str, float]]:
+    """CPU seconds by part of each case's cheapest round."""
+    setups = [prepare(case, work / str(number)) for number, case in enumerate(cases)]
+    settle()
+    found: list[list[dict[str, float]]] = [[] for _ in cases]
+    for turn in range(TURNS + 1):
+        for setup, rounds in zip(setups, found, strict=True):
+            rounds.append(run_round(setup, turn + 1))
+    for setup in setups:
+        setup.close()
+    return [min(rounds[1:], key=lambda parts: sum(parts[part] for part in PARTS)) for rounds in found]
+
+
+def prepare(case: Case, folder: Path) -> Setup:
+    """The trainer of a case."""
     made = load_config(ROOT / "configs/compaction.toml").model.made or {}
     config = load_config(
         write_config(
@@ -71,21 +86,19 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         )
         / "config.toml"
     )
-    setup = set_up(config, World(0, 1, torch.device("cpu")))
-    found = []
-    try:
-        for round in range(1, case.rounds + 2):
-            clock, began = Clock(), process_time()
-            with clock("rollout"):
-                sessions = run_sessions(setup, round)
-            result = train_round(setup, round, sessions, clock)
-            parts = dict(clock.seconds)
-            parts["other"] = process_time() - began - sum(parts.values())
-            found.append(parts | {"rows": float(len(result.sealed.rows))})
-            setup.store.delete(round)
-    finally:
-        setup.close()
-    return {part: median(each[part] for each in found[1:]) for part in found[0]}
+    return set_up(config, World(0, 1, torch.device("cpu")))
+
+
+def run_round(setup: Setup, round: int) -> dict[str, float]:
+    """CPU seconds of a round by part, and its rows."""
+    clock, began = Clock(), process_time()
+    with clock("rollout"):
+        sessions = run_sessions(setup, round)
+    result = train_round(setup, round, sessions, clock)
+    parts = dict(clock.seconds)
+    parts["other"] = process_time() - began - sum(parts.values())
+    setup.store.delete(round)
+    return parts | {"rows": float(len(result.sealed.rows))}
 
 
 def growth(work: Path) -> None:
@@ -94,7 +107,7 @@ def growth(work: Path) -> None:
     clocks.perf_counter = process_time  # others' work on this machine does not count
     panels = []
     for what, cases in GROWTH.items():
-        found = [measure(case, work / f"{what.split()[0]}{i}") for i, case in enumerate(cases)]
+        found = measure(cases, work / what.replace(" ", "-"))
         unit = "token" if what == "row length" else "row"
         table = Table(what, "rows", *PARTS, "sum", title=f"CPU microseconds a {unit}, one rank")
         per = {part: [] for part in PARTS}

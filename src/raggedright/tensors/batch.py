@@ -92,6 +92,8 @@ class TensorBatch:
 
 
 def _with_padding(real: Ragged, padding: Sequence[object]) -> Ragged:
+    if not padding:
+        return real
     more = join(padding)
     flat = torch.cat((real.flat, more.flat.to(real.flat.dtype)))
     return Ragged.of(flat, np.append(real.sizes, more.sizes))

@@ -34,9 +34,7 @@ def train(config: Config, world: World) -> str:
     last, found = resume(setup)
     first = last + 1
     recorder = RunRecorder(setup, first_round=first, found=found)
-    gc.collect()
-    gc.freeze()  # what is there now stays; a full collection in mid-run would take as long as a round to walk it
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)  # with fewer it looks at a round's sessions, which go anyway
+    settle()
     stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:
@@ -54,6 +52,13 @@ def train(config: Config, world: World) -> str:
             recorder.end(reason)
         setup.close()
     return reason
+
+
+def settle() -> None:
+    """Have the garbage collector leave alone what stays and what goes anyway."""
+    gc.collect()
+    gc.freeze()  # what is there now stays; a full collection in mid-run would take as long as a round to walk it
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)  # with fewer it looks at a round's sessions, which go anyway
 
 
 def _disk_words(config: Config, error: OSError) -> str:

@@ -19,6 +19,7 @@ from raggedright.arrays import Ints
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics
 from raggedright.plan.plan import Plan, Role, make_plan
+from raggedright.ragged import Ragged
 from raggedright.store.listing import Listing
 from raggedright.store.protocol import RowEntry
 from raggedright.tensors.batch import TensorBatch
@@ -105,28 +106,30 @@ def check_any(sealed: SealedRound) -> None:
 
 
 def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
-    """This rank's rows from the store, and padding rows like them; a rank without a row looks at the first one."""
-    own = own_positions(plan, setup.world.dp_rank)
+    """This rank's rows, all rows where these came with the list, and padding rows like them."""
+    carried, fields = sealed.sessions.vectors, [{}] * len(sealed.rows)
+    if carried is not None and not setup.vision and not setup.experts:
+        joined = {name: carried[name] for name in ROW_FIELDS}
+        schema = infer_schema(sealed.rows, fields, joined=joined)
+    else:
+        schema, fields, joined = _read_own(setup, sealed, own_positions(plan, setup.world.dp_rank))
+    return TensorBatch.of(plan, fields, schema, setup.collator, joined=joined)
+
+
+def _read_own(setup: Setup, sealed: SealedRound, own: Ints) -> tuple[Schema, list[Fields], dict[str, Ragged]]:
+    """A rank's rows from the store among all, with their schema; a rank without a row looks at the first one."""
     if not len(own):
         own = np.arange(min(len(sealed.rows), 1))
-    carried = sealed.sessions.vectors
-    if carried is not None:
-        vectors = {name: carried[name].rows(own) for name in ROW_FIELDS}
-    else:
-        vectors = setup.store.get_joined([sealed.keys[p] for p in own.tolist()], ROW_FIELDS)
-    media: Sequence[Fields] = [{}] * len(own)
-    if setup.vision:
-        media = setup.store.get([sealed.keys[p] for p in own.tolist()], IMAGE_FIELDS)
+    keys = [sealed.keys[p] for p in own.tolist()]
+    vectors = setup.store.get_joined(keys, ROW_FIELDS)
+    media: Sequence[Fields] = setup.store.get(keys, IMAGE_FIELDS) if setup.vision else [{}] * len(own)
     if setup.experts:
         media = _with_routing(setup, [sealed.entries[p] for p in own.tolist()], media)
-    rows = sealed.rows if len(own) == len(sealed.rows) else sealed.rows.take(own)
-    schema = infer_schema(rows, media, joined=vectors) if len(own) else Schema({})
+    schema = infer_schema(sealed.rows.take(own), media, joined=vectors) if len(own) else Schema({})
     fields: list[Fields] = [{}] * len(sealed.rows)
-    if setup.vision or setup.experts:
-        for p, row in zip(own.tolist(), media, strict=True):
-            fields[p] = row
-    joined = {name: ragged.spread(own, len(fields)) for name, ragged in vectors.items()}
-    return TensorBatch.of(plan, fields, schema, setup.collator, joined=joined)
+    for p, row in zip(own.tolist(), media, strict=True):
+        fields[p] = row
+    return schema, fields, {name: ragged.spread(own, len(fields)) for name, ragged in vectors.items()}
 
 
 def _with_routing(setup: Setup, entries: Sequence[RowEntry], found: Sequence[Fields]) -> list[Fields]:

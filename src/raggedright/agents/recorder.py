@@ -15,7 +15,8 @@ from raggedright.store.protocol import NewRow, NewSession, SessionKey, Store
 CANCELLED = "cancelled"
 MOMENT = 0.5  # seconds that a session which has ended may wait for others
 
-OnDone = Callable[[SessionKey, str], None]
+OnDone = Callable[[Listing], None]
+"""Is given the sessions whose last attempt was just put."""
 
 
 class AttemptResult(NamedTuple):
@@ -60,15 +61,15 @@ class SessionRecorder:
             self._store.put_all(new)
         else:
             self._store.put_listing(listing)
-        final = [each for each, is_last in ended if is_last]
-        self.final.append(listing if len(final) == len(new) else listing_of_new(final))
-        for new, is_last in ended:
-            if not is_last:
-                self.open[new.key[1:3]] = new.key._replace(attempt=new.key.attempt + 1)
-                continue
-            del self.open[new.key[1:3]]
-            if self._on_done is not None:
-                self._on_done(new.key, new.state)
+        last = [each for each, is_last in ended if is_last]
+        final = listing if len(last) == len(new) else listing_of_new(last)
+        self.final.append(final)
+        for key in [each.key for each, is_last in ended if not is_last]:
+            self.open[key[1:3]] = key._replace(attempt=key.attempt + 1)
+        for key in final.sessions.key:
+            del self.open[key[1:3]]
+        if self._on_done is not None and len(final):
+            self._on_done(final)
 
     def put_cancelled(self, *, record: bool) -> None:
         """Record those that have ended as they are, and all that are open as failed if that is asked for."""

@@ -60,8 +60,8 @@ class Runner:
         """Run all of these (task, session number) pairs until each is finished or failed in the store; list them.
 
         With `resume`, those that the store has as finished, or as failed for good, are left as they are.
-        `on_done` gets a session's key and "finished" or "failed", once its last attempt is put. In the main thread an
-        agent that blocks the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
+        `on_done` gets the listing of sessions whose last attempt was just put. In the main thread an agent that blocks
+        the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
         """
         _refuse_running_loop()
         settings = self._settings

@@ -35,7 +35,8 @@ def rows_of(entries: Iterable[SessionEntry]) -> Rows:
 
 def _check_one_round(finished: Sequence[tuple]) -> None:
     """Refuse two rounds, and two attempts of a session; keys are in order."""
-    if len({key[0] for key in finished}) < 2 and len({key[1:3] for key in finished}) == len(finished):
+    round, prompt, session, _ = [*zip(*finished, strict=True)] or [()] * 4
+    if len({*round}) < 2 and len({*zip(prompt, session, strict=True)}) == len(finished):
         return
     for before, after in pairwise(finished):
         if before[0] != after[0]:

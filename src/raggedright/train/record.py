@@ -16,7 +16,7 @@ from raggedright.agents.recorder import OnDone
 from raggedright.config.schema import Config
 from raggedright.report.events import EventLog
 from raggedright.report.run_events import COLUMNS
-from raggedright.store.protocol import SessionKey
+from raggedright.store.listing import Listing
 from raggedright.train.progress import Figures, Progress
 from raggedright.train.round import RoundResult
 from raggedright.train.samples import sample_sessions
@@ -57,16 +57,16 @@ class RunRecorder:
         )
 
     def session_done(self, round: int) -> OnDone | None:
-        """What is to be told of each session of this rank that ends."""
+        """What is to be told of sessions of this rank that end."""
         if not self.setup.world.is_first:
             return None
         train, dp_size = self.config.train, self.setup.world.dp_size
         total = ceil(train.batch_size * self.config.rollout.n / dp_size)
         done = self.found.get(round, 0) // dp_size
 
-        def count(_key: SessionKey, _state: str) -> None:
+        def count(ended: Listing) -> None:
             nonlocal done
-            done = min(done + 1, total)
+            done = min(done + len(ended), total)
             self.progress.sessions(round, done, total)
 
         return count

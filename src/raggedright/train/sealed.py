@@ -47,10 +47,14 @@ class SealedRound:
     def scores(self, on_failure: str) -> Scores:
         """The score of each session that counts: a failed one is zero, or does not count."""
         key, state, _, score, _ = self.sessions.sessions
-        counts = ("finished", "failed") if on_failure == "zero" else ("finished",)
-        found = [(*key[i][1:3], 0.0 if s == "failed" else score[i]) for i, s in enumerate(state) if s in counts]
-        prompt, session, of_session = [*zip(*found, strict=True)] or [()] * 3
-        return Scores.from_columns(prompt=prompt, session=session, score=np.array(of_session, dtype=float))  # None: nan
+        _, prompt, session, _ = [*zip(*key, strict=True)] or [()] * 4
+        failed = np.array([each == "failed" for each in state], dtype=bool)
+        counts = np.array([each == "finished" for each in state], dtype=bool) | (failed & (on_failure == "zero"))
+        return Scores.from_columns(
+            prompt=np.array(prompt, dtype=object)[counts],
+            session=np.array(session, dtype=np.int64)[counts],
+            score=np.where(failed, 0.0, np.array(score, dtype=float))[counts],  # None becomes nan
+        )
 
     def session_metrics(self) -> dict[str, float]:
         """Means over sessions of what agents reported beside the score; a session counts once."""

@@ -75,7 +75,10 @@ def test_retries_are_put_under_the_next_attempt():
     done = []
     store = MemoryStore()
     make_runner(third_time, attempts=3).run(
-        store, round=1, sessions=sessions("a"), on_done=lambda key, state: done.append((key, state))
+        store,
+        round=1,
+        sessions=sessions("a"),
+        on_done=lambda ended: done.extend((each.key, each.state) for each in ended),
     )
     assert [(entry.key.attempt, entry.state) for entry in store.list()] == [
         (0, "failed"),
@@ -158,11 +161,15 @@ def test_cancel_from_another_thread_ends_all_that_has_not_ended():
 
     done = []
     store, runner = MemoryStore(), make_runner(agent, concurrency=2, timeout=60.0)
-    runner.run(store, round=1, sessions=sessions("abcd"), on_done=lambda key, state: done.append(state))
+    runner.run(
+        store, round=1, sessions=sessions("abcd"), on_done=lambda ended: done.extend(each.state for each in ended)
+    )
     assert causes(store) == {("b", 0, 0): "cancelled"}
     store, done[:] = MemoryStore(), []
     one_at_a_time = runner = make_runner(agent, concurrency=1, timeout=60.0)
-    one_at_a_time.run(store, round=2, sessions=sessions("abcd"), on_done=lambda key, state: done.append(state))
+    one_at_a_time.run(
+        store, round=2, sessions=sessions("abcd"), on_done=lambda ended: done.extend(each.state for each in ended)
+    )
     assert causes(store) == {(uid, 0, 0): "cancelled" for uid in "bcd"}
     assert done == ["finished", "failed", "failed", "failed"]
     runner.cancel()  # nothing is under way

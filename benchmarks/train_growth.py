@@ -119,22 +119,19 @@ def growth(work: Path) -> None:
             total = sum(per[part][-1] for part in PARTS)
             table.add_row(f"{getattr(case, VARIES[what]):,}", f"{parts['rows']:,.0f}", *figures, f"{total:,.1f}")
         Console(width=130).print(table)
-        sizes = f"{getattr(cases[0], VARIES[what]):,} to {getattr(cases[-1], VARIES[what]):,}"
-        panels.append(panel(f"{what}, {sizes}", unit, per))
+        panels.append(panel(what, unit, per, [f"{getattr(case, VARIES[what]):,}" for case in cases]))
         tell_growth(what, unit, per)
-    picture = draw(
-        panels, columns=3, title="CPU time a row or token by part, smallest to largest size", width=300, height=150
-    )
+    picture = draw(panels, columns=3, title="CPU time a row or token, by part and size", width=300, height=150)
     (ROOT / "docs/speed.svg").write_text(picture)
 
 
-def panel(what: str, unit: str, per: dict[str, list[float]]) -> Panel:
+def panel(what: str, unit: str, per: dict[str, list[float]], sizes: list[str]) -> Panel:
     """The curves of one table, as shares of the largest figure; what takes little is one curve."""
     rest = [sum(values) for values in zip(*(per[part] for part in PARTS if part not in SHOWN), strict=True)]
     curves = {part: per[part] for part in SHOWN} | {"rest": rest}
     top = max(max(values) for values in curves.values())
     scaled = {part: [value / top for value in values] for part, values in curves.items()}
-    return Panel(f"{what} (1 = {top:,.0f} us a {unit})", scaled)
+    return Panel(f"{what} (1 = {top:,.0f} us a {unit})", scaled, sizes)
 
 
 def tell_growth(what: str, unit: str, per: dict[str, list[float]]) -> None:

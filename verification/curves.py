@@ -19,10 +19,11 @@ rect { fill: #fff }
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves over rounds, all from 0 to 1."""
+    """Curves, all from 0 to 1, over rounds or over what `ticks` says of each point."""
 
     title: str
     curves: Mapping[str, Sequence[float]]
+    ticks: Sequence[str] = ()
 
 
 def draw(panels: Sequence[Panel], *, columns: int, title: str, height: int = HEIGHT, width: int = WIDTH) -> str:
@@ -54,9 +55,11 @@ def _panel(panel: Panel, width: int, height: int) -> str:
         parts.append(f'<line class="grid" x1="0" x2="{width}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="-6" y="{y + 4}" text-anchor="end">{value:g}</text>')
     last = max(len(values) for values in panel.curves.values())
-    for share in (0.0, 0.5, 1.0):
-        number = max(1, round(share * last))
-        parts.append(f'<text x="{width * share}" y="{height + 16}" text-anchor="middle">{number}</text>')
+    ticks = {*range(last)} if panel.ticks else {0, (last - 1) // 2, last - 1}
+    for r in sorted(ticks):
+        x = width * r / max(1, last - 1)
+        words = panel.ticks[r] if panel.ticks else str(r + 1)
+        parts.append(f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">{escape(words)}</text>')
     for i, values in enumerate(panel.curves.values()):
         points = (
             f"{width * r / max(1, last - 1):.1f},{height * (1 - min(1.0, max(0.0, value))):.1f}"

@@ -7,7 +7,9 @@ and shared memory take turns. A wait for the rank that computes longer counts in
 """
 
 import os
+import platform
 import socket
+import sys
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -32,7 +34,7 @@ def run_rank(dp_rank: int, port: int, found: "Queue[dict]") -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=dp_rank, world_size=2)
     with_memory = World.of_group(torch.device("cpu"), timedelta(minutes=1))
-    assert with_memory.shared is not None, "ranks share no memory here: it takes Linux on x86"
+    assert with_memory.shared is not None
     ways = {"gloo": World(dp_rank, 2, torch.device("cpu")), "shared memory": with_memory}
     work = torch.randn(256, 256)
     began = perf_counter()
@@ -57,6 +59,8 @@ def run_rank(dp_rank: int, port: int, found: "Queue[dict]") -> None:
 
 
 def main() -> None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise SystemExit("ranks share no memory here: it takes Linux on x86")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

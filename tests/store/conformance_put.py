@@ -362,3 +362,19 @@ def test_a_listing_whose_counts_cannot_be_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match=r"row a/0/1, attempt 1: .* are 1, 5, 6"):
         store.put_listing(listing)
     assert all(entry.key < key("a", 0, 1) for entry in store.list())
+
+
+def test_a_listing_that_cannot_be_put_is_refused_with_a_sentence(store: Store) -> None:
+    put = sessions_of_arrays()
+    listed = listing_of_new(put).without_vectors(above=0)
+    with pytest.raises(StoreError, match=r"6 rows has none of their fields"):
+        store.put_listing(listed)
+    for odd, match in (
+        ({"state": ["finished"]}, "state is"),
+        ({"cause": ["x"]}, "cause is"),
+        ({"score": "1"}, "score"),
+    ):
+        with pytest.raises(StoreError, match=rf"round 1, session b/0, attempt 0: {match}"):
+            store.put_listing(listing_of_new([put[-1]._replace(**odd)]))
+    store.put_listing(listing_of_new([]))
+    assert [*store.list()] == []

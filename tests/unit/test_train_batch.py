@@ -8,7 +8,7 @@ import torch
 
 from parallel.whole_runs import EXPERTS, IMAGES, write_run
 from raggedright.config import load_config
-from raggedright.errors import ConfigError
+from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.plan import make_plan
 from raggedright.train.round import read_batch, run_sessions
 from raggedright.train.sealed import seal_round
@@ -67,4 +67,24 @@ def test_rows_that_came_with_the_list_are_those_of_the_store(tmp_path: Path):
                 assert one.inputs["input_ids"].equal(other.inputs["input_ids"])
                 assert one.weights.loss.equal(other.weights.loss)
                 assert one.fields["rollout_log_probs"].equal(other.fields["rollout_log_probs"])
+    setup.close()
+
+
+def test_a_row_that_the_plan_dropped_is_not_looked_at(tmp_path: Path):
+    """Whether it came with the list or stayed in the store: it trains nothing, so it ends nothing."""
+    config = load_config(write_run(tmp_path / "run") / "config.toml")
+    setup = set_up(config, World(0, 1, CPU))
+    sealed = seal_round(setup.world, round=1, own=run_sessions(setup, 1), num_sessions=24)
+    carried = sealed.sessions.vectors
+    assert carried is not None
+    most = int(sealed.rows.tokens.max()) - 1
+    plan = make_plan(sealed.rows, replace(config.layout(1), over_long="drop", micro_batch_tokens=most))
+    column = carried["rollout_log_probs"]
+    column.flat[int(column.starts[plan.dropped[0]])] = torch.nan
+    batch = read_batch(setup, sealed, plan)
+    assert sum(len(position) for step in plan.steps("actor") for position, _ in batch.micro_batches(step, 0)) > 0
+    kept = int(plan.steps("actor")[0].row[0])
+    column.flat[int(column.starts[kept])] = torch.nan
+    with pytest.raises(RowsError, match=f"row {sealed.rows.key[kept]}: field rollout_log_probs is nan"):
+        read_batch(setup, sealed, plan)
     setup.close()

@@ -76,7 +76,8 @@ def _is_plain(sessions: Sessions) -> bool:
         and 0 <= min(counts) <= max(counts) <= LARGEST
         and {*map(type, prompts)} == {str}
         and all(map(is_text, {*prompts}))
-        and ({*sessions.state}, {*sessions.cause}, {*map(type, sessions.score)}) == ({"finished"}, {""}, {float})
+        and sessions.state.count("finished") == sessions.cause.count("") == len(sessions.key)
+        and {*map(type, sessions.score)} == {float}
         and isfinite(sum(sessions.score))  # type: ignore[arg-type]
         and sessions.num_rows.max() <= MOST_ROWS
     )

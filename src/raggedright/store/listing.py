@@ -202,6 +202,8 @@ class Listing(Sequence[SessionEntry]):
 
     def new_sessions(self) -> list[NewSession]:
         """What there was to put, of a listing with vectors, which is what rows have beside their numbers."""
+        if self.vectors is None and len(self.set_of_row):
+            raise StoreError(f"a listing of {len(self.set_of_row):,} rows has none of their fields; put the sessions")
         columns = {name: ragged.split() for name, ragged in (self.vectors or {}).items()}
         said = enumerate(zip(*(column.tolist() for column in self.about[:4]), self.tags, strict=True))
         rows = iter(

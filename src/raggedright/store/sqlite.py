@@ -70,7 +70,7 @@ class SqliteStore(Store):
 
     def put_listing(self, listing: Listing) -> None:
         """Record the sessions of a listing that has its rows' vectors, in one transaction."""
-        ready = encode_listing(listing)
+        ready = encode_listing(listing) if listing.vectors else None
         if ready is None:
             super().put_listing(listing)
         else:

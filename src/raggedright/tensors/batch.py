@@ -53,7 +53,7 @@ class TensorBatch:
     ) -> "TensorBatch":
         """The fields of the plan's rows, in their order, and padding rows made from the schema.
 
-        `joined` has fields that are joined already; what other ranks have is empty there.
+        `joined` has fields that are joined already; a row that this rank never runs may be empty there.
         """
         if len(fields) != len(plan.rows):
             raise RowsError(

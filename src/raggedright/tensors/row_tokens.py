@@ -1,6 +1,6 @@
 """What rows carry by token, each field joined once into one long vector, so that a micro-batch is cut out in one go.
 
-A field is joined when it is first asked for. A row that another rank has carries nothing and takes no room. Whoever
+A field is joined when it is first asked for. A row that this rank never runs may carry nothing. Whoever
 asks for a row without the field, or with another number of tokens than the row has, gets an error that names it.
 """
 

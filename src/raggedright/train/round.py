@@ -106,9 +106,10 @@ def check_any(sealed: SealedRound) -> None:
 
 
 def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
-    """This rank's rows, all rows where these came with the list, and padding rows like them."""
+    """This rank's rows, or all rows where these came with the list and are planned, and padding rows like them."""
     carried, fields = sealed.sessions.vectors, [{}] * len(sealed.rows)
-    if carried is not None and not setup.vision and not setup.experts:
+    all_planned = not len(plan.dropped) and not sealed.rows.is_padding.any()
+    if carried is not None and all_planned and not setup.vision and not setup.experts:
         joined = {name: carried[name] for name in ROW_FIELDS}
         schema = infer_schema(sealed.rows, fields, joined=joined)
     else:
@@ -117,11 +118,14 @@ def read_batch(setup: Setup, sealed: SealedRound, plan: Plan) -> TensorBatch:
 
 
 def _read_own(setup: Setup, sealed: SealedRound, own: Ints) -> tuple[Schema, list[Fields], dict[str, Ragged]]:
-    """A rank's rows from the store among all, with their schema; a rank without a row looks at the first one."""
+    """A rank's rows among all, with their schema; a rank without a row looks at the first one."""
     if not len(own):
         own = np.arange(min(len(sealed.rows), 1))
-    keys = [sealed.keys[p] for p in own.tolist()]
-    vectors = setup.store.get_joined(keys, ROW_FIELDS)
+    carried, keys = sealed.sessions.vectors, [sealed.keys[p] for p in own.tolist()]
+    if carried is not None:
+        vectors = {name: carried[name].rows(own) for name in ROW_FIELDS}
+    else:
+        vectors = setup.store.get_joined(keys, ROW_FIELDS)
     media: Sequence[Fields] = setup.store.get(keys, IMAGE_FIELDS) if setup.vision else [{}] * len(own)
     if setup.experts:
         media = _with_routing(setup, [sealed.entries[p] for p in own.tolist()], media)

@@ -32,6 +32,7 @@ def reused(folder: Path) -> list[int]:
     return [each.reused_sessions for each in rounds]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_costs_no_finished_session_and_no_bit(
     cluster: "Cluster", alone: Path, tmp_path: Path, capsys: Said
 ):

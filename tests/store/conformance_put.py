@@ -369,12 +369,12 @@ def test_a_listing_that_cannot_be_put_is_refused_with_a_sentence(store: Store) -
     listed = listing_of_new(put).without_vectors(above=0)
     with pytest.raises(StoreError, match=r"6 rows has none of their fields"):
         store.put_listing(listed)
-    for odd, match in (
-        ({"state": ["finished"]}, "state is"),
-        ({"cause": ["x"]}, "cause is"),
-        ({"score": "1"}, "score"),
-    ):
-        with pytest.raises(StoreError, match=rf"round 1, session b/0, attempt 0: {match}"):
-            store.put_listing(listing_of_new([put[-1]._replace(**odd)]))
+    numbers = ({"score": value} for value in ("1", float("nan"), float("inf"), 10**400))
+    for odd in ({"state": ["finished"]}, {"cause": ["x"]}, *numbers):
+        session, (name,) = put[-1]._replace(**odd), odd
+        with pytest.raises(StoreError, match=rf"round 1, session b/0, attempt 0: {name} is"):
+            store.put_listing(listing_of_new([session]))
+        with pytest.raises(StoreError, match=rf"round 1, session b/0, attempt 0: {name} is"):
+            store.put_all([session])
     store.put_listing(listing_of_new([]))
     assert [*store.list()] == []

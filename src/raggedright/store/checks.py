@@ -77,8 +77,7 @@ def _is_plain(sessions: Sessions) -> bool:
         and {*map(type, prompts)} == {str}
         and all(map(is_text, {*prompts}))
         and sessions.state.count("finished") == sessions.cause.count("") == len(sessions.key)
-        and {*map(type, sessions.score)} == {float}
-        and isfinite(sum(sessions.score))  # type: ignore[arg-type]
+        and all(type(score) is float and isfinite(score) for score in sessions.score)
         and sessions.num_rows.max() <= MOST_ROWS
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -303,10 +303,10 @@ def _vectors(rows: Sequence[Mapping[str, object]], *, most: int) -> "dict[str, R
     return found if len(found) == len(joined) else None
 
 
-def _num_bytes(column: Sequence[object]) -> float:
+def _num_bytes(column: Sequence[Any]) -> float:
     """Of vectors, which all have one type; infinite where they cannot be."""
     try:
-        return sum(map(len, column)) * column[0].itemsize  # type: ignore[arg-type,attr-defined]
+        return sum(map(len, column)) * column[0].itemsize
     except (TypeError, AttributeError):  # no vectors, or numbers of no dims
         return inf
 

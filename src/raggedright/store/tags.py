@@ -6,7 +6,7 @@ So a text is remembered by the tags' bytes as `marshal` has them, which differ w
 
 import json
 import marshal
-import math
+import sys
 from collections.abc import Mapping
 
 from raggedright.store.protocol import StoreError, Tag
@@ -14,6 +14,7 @@ from raggedright.store.protocol import StoreError, Tag
 MOST_KNOWN = 4_096
 _PLAIN_TAGS = frozenset((bool, int, type(None)))
 _MARSHAL = 2  # the last version without references, so that what is alike has the same bytes
+_MOST = sys.float_info.max  # compared exactly, whole numbers of any size too
 _known: dict[bytes, str] = {}
 
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # made once
@@ -43,7 +44,7 @@ def _checked_text(tags: Mapping[str, Tag]) -> str:
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number, of Python's own types."""
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return (type(value) is int or type(value) is float) and -_MOST <= value <= _MOST
 
 
 def is_text(value: object) -> bool:

@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm test test-slow test-verl compare-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-exchange bench-cluster pages scale-page clean
+.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm families faults test test-fast test-slow test-verl compare-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster pages scale-page clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -24,8 +24,17 @@ verify-moe: .venv/installed ## a mixture of experts on three seeds, and what rou
 verify-vlm: .venv/installed ## images: a vision-language model on three seeds; writes docs/verification-images.md
 	$(BIN)/python verification/verify_vlm.py
 
+families: .venv/installed ## which families of transformers are right in which collation; writes docs/models.md
+	$(BIN)/python verification/families.py $(ARGS)
+
+faults: .venv/installed ## break runs and commands in every way we know; writes the table in docs/faults.md (ARGS="--cases 10")
+	$(BIN)/python verification/faults.py $(ARGS)
+
 test: .venv/installed lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
+
+test-fast: .venv/installed lint ## lint, types and the tests of the core, without torch: under a minute
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow" --no-torch tests/unit tests/properties
 
 test-slow: runs/models/SmolLM2-135M-Instruct/config.json test-verl ## the few tests that need minutes
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
@@ -65,9 +74,6 @@ bench-rollout: .venv/installed ## the local rollout engine beside transformers' 
 bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_train.py $(ARGS)
 
-bench-exchange: .venv/installed ## what an exchange between two CPU ranks costs: gloo beside the memory that they share
-	$(BIN)/python benchmarks/bench_exchange.py
-
 bench-cluster: .venv/installed ## Ray and TransferQueue beside the local launcher, and rows through the store as they grow (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_cluster.py $(ARGS)
 
@@ -77,7 +83,7 @@ clean: ## remove the virtual environments and caches
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv, some minutes"
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,ray,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,ray,wandb,mlflow,dev]'
 	touch $@
 
 # Order only: a model that is there stays, whatever is installed anew.

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import bench_store
-from store_rows import ROWS_A_SESSION
+from store_rows import ROWS_PER_SESSION
 from train_tasks import write_config
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +76,7 @@ class Program:
 def start(name: str, where: Path) -> Program:
     folder = where / name.replace(", ", "-")
     agent = {"name": "cluster_gate:Gated", "options": {"folder": str(folder)}}
-    logging = {"tensorboard": False, "sample_every": 1_000_000}
+    logging = {"trackers": [], "sample_every": 1_000_000}
     write_config(folder, None, agent=agent, logging=logging, **PROGRAMS[name])
     command = [sys.executable, "-m", "raggedright", "train", str(folder / "config.toml")]
     with folder.with_suffix(".log").open("w") as log:
@@ -119,7 +119,7 @@ def compare_rounds(rounds: int, blocks: int, where: Path) -> None:
 
 
 def measure_store(sizes: tuple[int, ...]) -> None:
-    bench_store.SESSIONS_A_BLOCK["transfer_queue"] = 360 // ROWS_A_SESSION
+    bench_store.SESSIONS_PER_APPEND["transfer_queue"] = 360 // ROWS_PER_SESSION
     table = Table("rows", "put rows/s", "MB/s", "get rows/s", "MB/s", "list s", title="TransferQueue, rows of ~57 KB")
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:

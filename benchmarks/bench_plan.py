@@ -21,7 +21,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from plan_cases import SIZES, Case, Slots, Verl, by_layout, by_shape, by_size, slots_over_seeds
+from plan_cases import (
+    SIZES,
+    Case,
+    Slots,
+    Verl,
+    by_layout,
+    by_million,
+    by_shape,
+    by_size,
+    by_small_steps,
+    slots_over_seeds,
+)
 
 Goal = tuple[str, str, bool | None]  # what, measured, met (None: not run)
 
@@ -81,8 +92,7 @@ def judge(cases: Sequence[Case], slots: Sequence[Slots]) -> list[Goal]:
         if not chosen:
             return f"{goal}: at most {limit:g} s", "not run", None
         worst = max(chosen, key=lambda case: case.seconds)
-        measured = f"{worst.seconds:.4f} s (dp {worst.dp_size:,}{', ' * (worst.table == 'shape')}"
-        measured += f"{worst.name if worst.table == 'shape' else ''})"
+        measured = f"{worst.seconds:.4f} s (dp {worst.dp_size:,}{'' if worst.table == 'size' else f', {worst.name}'})"
         return f"{goal}: at most {limit:g} s", measured, worst.seconds <= limit
 
     def sized(num_rows: int, *dp_sizes: int) -> list[Case]:
@@ -101,6 +111,10 @@ def judge(cases: Sequence[Case], slots: Sequence[Slots]) -> list[Goal]:
         at_most("1,000,000 rows, dp 1,024", 4, sized(1_000_000, 1_024)),
         at_most("32,000 rows, padded collation", 0.06, named("layout", "padded")),
         at_most("16 steps of 2,000 rows", 0.4, named("layout", "16 steps")),
+        at_most("16 steps of 2,000 rows, trees", 0.6, named("layout", "trees")),
+        at_most("32,000 rows, align lcm", 0.4, named("layout", "align lcm")),
+        at_most("align lcm, many steps x ranks", 0.5, named("lcm")),
+        at_most("1,000,000 rows, dp 1,024, 16 steps, critic", 4, named("million")),
     ]
     few, many = slots
     for goal, value, limit in (
@@ -162,15 +176,21 @@ def main() -> None:
     shapes = list(by_shape())
     show_cases(console, "One step, 32,000 rows of other shapes", shapes)
     layouts = list(by_layout())
-    show_cases(console, "32,000 rows, lognormal lengths, other layouts", layouts, "align lcm is for information")
+    show_cases(console, "32,000 rows, lognormal lengths, other layouts", layouts)
+    small_steps = list(by_small_steps())
+    show_cases(console, "align lcm with many steps x ranks", small_steps)
+    million = [] if args.quick else list(by_million())
+    if million:
+        show_cases(console, "1,000,000 rows, 16 steps, critic", million)
     slots = [slots_over_seeds(num_rows, 64, 5 if args.quick else 20) for num_rows in (4_000, 32_000)]
     show_slots(console, slots)
-    goals = judge([*cases, *shapes, *layouts], slots)
+    cases += [*shapes, *layouts, *small_steps, *million]
+    goals = judge(cases, slots)
     show_goals(console, goals)
     if args.json:
         figures = {
             "machine": machine,
-            "cases": [asdict(case) for case in [*cases, *shapes, *layouts]],
+            "cases": [asdict(case) for case in cases],
             "slots": [asdict(s) for s in slots],
             "goals": [{"goal": goal, "measured": value, "met": met} for goal, value, met in goals],
         }

@@ -5,9 +5,13 @@
 Every request names its own number of tokens. `generate` takes requests in batches of the same rows, left-padded, and
 runs each batch to its longest; the engine lets a row go when it ends and takes the next one in. Tokens are those that
 were asked for. Bare passes are what `generate` runs, without sampling or anything else around the model.
+
+Then sessions of 16 turns, in which a trajectory generates and observes in turn, with and without the keys and values
+that the engine keeps between turns. `--large` takes a model of SmolLM2-135M's size, with random weights.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +40,25 @@ class Case(NamedTuple):
     repeats: int
 
 
+class Talk(NamedTuple):
+    """Trajectories of 16 turns."""
+
+    what: str
+    sizes: dict[str, int]
+    trajectories: int
+    prompt: int
+    generated: int
+    observed: int
+
+
+TURNS = 16
+TALKS = [
+    Talk("1 trajectory", {"hidden_size": 256, "num_hidden_layers": 4}, 1, 256, 16, 48),
+    Talk("8 trajectories", {"hidden_size": 256, "num_hidden_layers": 4}, 8, 256, 16, 48),
+]
+LARGE = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49_152}
+LARGE |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+
 CASES = [
     Case("a wave of 180 x 2 tokens", 64, 2, 18, 180, (2, 9), lambda rng: 2, 180, 10),
     Case("64 x 4-64 tokens, 16 rows", 256, 4, 1_000, 64, (8, 64), lambda rng: _skewed(rng), 16, 1),
@@ -47,20 +70,12 @@ def _skewed(rng: np.random.Generator) -> int:
     return int(np.clip(rng.lognormal(2.5, 1), 4, 64))
 
 
-def model_of(case: Case) -> PreTrainedModel:
+def model_of(**sizes: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=case.vocabulary,
-        hidden_size=case.hidden,
-        intermediate_size=2 * case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=case.hidden // 4,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-    )
+    hidden = sizes["hidden_size"]
+    plain = {"intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 4}
+    plain |= {"head_dim": hidden // 4, "vocab_size": 1_000, "max_position_embeddings": 2_048}
+    config = AutoConfig.for_model("qwen3", initializer_range=0.1, **{**plain, **sizes})
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -86,6 +101,24 @@ def padded(requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor, int]:
 def ours(engine: LocalEngine, requests: list[Request]) -> None:
     async def together() -> None:
         await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    asyncio.run(together())
+
+
+def talk(model: PreTrainedModel, case: Talk, *, kept_bytes: int) -> None:
+    """All trajectories at once, each through all its turns."""
+    engine = LocalEngine(model, kept_bytes=kept_bytes)
+
+    async def turns(number: int) -> None:
+        rng = np.random.default_rng(number)
+        ids = rng.integers(0, 1_000, case.prompt).tolist()
+        for _ in range(TURNS):
+            noise = noise_key(seed=0, round=0, prompt=str(number), session=0, attempt=0, trajectory=0)
+            answer = await engine.generate(Request(ids, Sampling(max_tokens=case.generated), noise))
+            ids = [*ids, *answer.ids, *rng.integers(0, 1_000, case.observed).tolist()]
+
+    async def together() -> None:
+        await asyncio.gather(*(turns(number) for number in range(case.trajectories)))
 
     asyncio.run(together())
 
@@ -129,13 +162,28 @@ def best_of(repeats: int, works: list[Callable[[], object]]) -> list[float]:
     return [min(each) for each in seconds]
 
 
+def show_talks(talks: list[Talk], repeats: int) -> None:
+    table = Table("16 turns", "tokens read and generated", "kept, s", "read again, s", "keeping is", box=None)
+    for case in talks:
+        model = model_of(**case.sizes)
+        kept, plain = best_of(repeats, [partial(talk, model, case, kept_bytes=most) for most in (1 << 30, 0)])
+        last = case.prompt + TURNS * (case.generated + case.observed)
+        tokens = f"{case.prompt:,} + 16 x ({case.generated} + {case.observed}) = {last:,}"
+        table.add_row(case.what, tokens, f"{kept:.2f}", f"{plain:.2f}", f"{plain / kept:.1f} x as fast")
+    Console(width=140).print(table)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if "--large" in sys.argv[1:]:
+        show_talks([Talk("1 trajectory, 135M", LARGE, 1, 256, 16, 48)], 1)
+        return
     table = Table(
         "what", "tokens", "engine, s", "tokens/s", "generate, s", "tokens/s", "engine is", "bare passes, s", box=None
     )
     for case in CASES:
-        model, requests = model_of(case), requests_of(case)
+        model = model_of(vocab_size=case.vocabulary, hidden_size=case.hidden, num_hidden_layers=case.layers)
+        requests = requests_of(case)
         engine = LocalEngine(model, max_batch_rows=case.batch_rows)
         tokens = sum(request.sampling.max_tokens for request in requests)
         mine, other, bound = best_of(
@@ -149,6 +197,7 @@ def main() -> None:
         figures = (f"{mine:.3f}", f"{tokens / mine:,.0f}", f"{other:.3f}", f"{tokens / other:,.0f}")
         table.add_row(case.what, f"{tokens:,}", *figures, f"{other / mine:.2f} x as fast", f"{bound:.3f}")
     Console(width=140).print(table)
+    show_talks(TALKS, 2)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The stores' speed: put, get, list and delete of 360, 4k and 32k rows of about 57 KB, in sessions of eight.
+"""The stores' speed: append, read, list and drop of 360, 4k and 32k rows of about 57 KB, in sessions of eight.
 
     python benchmarks/bench_store.py [--quick] [--only sqlite,memory] [--folder DIR]
 
-Rows are put session by session, as agents do, and got 360 at a time in random order, as ranks do; values are made
-beforehand and dropped once read, so 32k rows pass through without being held (but by the memory store). `bare` is
-TransferQueue alone with the same eight rows a put, `bare-360` with 360. `sqlite-360` puts the sessions of as many rows
-in one block, as the trainer does with sessions that end together. Each size runs
-in a process of its own after a few sessions to warm up; a listing is the median of three. Memory is that of the
+Sessions are appended one by one, as agents do, and rows read 360 at a time in random order, as ranks do; values are
+made beforehand and released once read, so 32k rows pass through without being held (except by the memory store). `bare`
+is TransferQueue alone with the same eight rows per put, `bare-360` with 360. `sqlite-360` appends the sessions of as
+many rows in one transaction, as the trainer does with sessions that end together. Each size runs in a process of its
+own after a few sessions to warm up; a listing is the median of three. Memory is that of the
 process and its children, by proportional set size; `trimmed` is after glibc was told to give free memory back. `disk`
 is what a plain file takes with the same fsyncs.
 """
@@ -26,24 +26,25 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from bench_store_ray import BACKENDS as ON_RAY
 from bench_store_ray import compare_side_by_side
-from raggedright.store.protocol import NewSession, Store
-from store_rows import FIELDS, ROWS_A_SESSION, row_bytes, session_key, session_rows
+from raggedright.store.protocol import Store
+from store_rows import ROWS_PER_SESSION, row_bytes, session_of, session_rows
 
 SIZES = (360, 4_000, 32_000)
-ROWS_A_GET = 360
+ROWS_PER_READ = 360
 COLUMNS = (
-    "put rows/s",
+    "append rows/s",
     "MB/s",
-    "get rows/s",
+    "read rows/s",
     "MB/s",
     "list s",
-    "delete s",
+    "drop s",
     "memory MB",
     "full",
     "emptied",
@@ -69,7 +70,7 @@ def open_sqlite(folder: Path) -> AbstractContextManager[Store]:
 
 # A backend is a function that opens an empty store, by its folder.
 BACKENDS: dict[str, Open] = {"memory": open_memory, "sqlite": open_sqlite, "sqlite-360": open_sqlite, **ON_RAY}
-SESSIONS_A_BLOCK = {"sqlite-360": 360 // ROWS_A_SESSION}
+SESSIONS_PER_APPEND = {"sqlite-360": 360 // ROWS_PER_SESSION}
 
 
 def memory() -> float:
@@ -91,9 +92,9 @@ def file_size(folder: Path) -> float:
 
 def measure(name: str, num_rows: int, folder: Path) -> list[float]:
     """One backend at one size: the figures of COLUMNS."""
-    block = SESSIONS_A_BLOCK.get(name, 1)
+    block = SESSIONS_PER_APPEND.get(name, 1)
     sessions = [session_rows(i) for i in range(16)]
-    num_sessions = num_rows // ROWS_A_SESSION
+    num_sessions = num_rows // ROWS_PER_SESSION
     megabytes = sum(row_bytes(sessions[i % 16]) for i in range(num_sessions)) / 1e6
     with BACKENDS[name](folder) as store:
 
@@ -101,30 +102,30 @@ def measure(name: str, num_rows: int, folder: Path) -> list[float]:
             began = perf_counter()
             for first in range(0, num_sessions, block):
                 some = range(first, min(first + block, num_sessions))
-                store.put_all([NewSession(session_key(i, round), sessions[i % 16], score=0.5) for i in some])
+                store.append([session_of(sessions[i % 16], i, round) for i in some])
             getattr(store, "flush", lambda: None)()
             return perf_counter() - began
 
         put(0, 8)
-        store.get([row.key for entry in store.list(round=0) for row in entry.rows], FIELDS)
-        store.delete(0)
+        table = store.sessions(0)
+        store.read(table.row_keys(np.arange(len(table.session_of_row))))
+        store.drop(0)
         empty = trimmed()
         put_s = put(1, num_sessions)
         list_s, keys = [], []
         for _ in range(3):
             began = perf_counter()
-            entries = store.list(round=1)
+            table = store.sessions(1)
             list_s.append(perf_counter() - began)
-            keys = [row.key for entry in entries for row in entry.rows]
-            del entries
+            keys = table.row_keys(np.arange(len(table.session_of_row)))
         random.Random(0).shuffle(keys)
         began = perf_counter()
-        for i in range(0, len(keys), ROWS_A_GET):
-            store.get(keys[i : i + ROWS_A_GET], FIELDS)
+        for i in range(0, len(keys), ROWS_PER_READ):
+            store.read(keys[i : i + ROWS_PER_READ])
         get_s = perf_counter() - began
         full, size = memory(), file_size(folder)
         began = perf_counter()
-        store.delete(1)
+        store.drop(1)
         delete_s = perf_counter() - began
         used = [empty, full, memory(), trimmed()]
         if size:
@@ -140,13 +141,13 @@ def measure_disk(num_rows: int, folder: Path) -> float:
     block = os.urandom(row_bytes(session_rows(0)))
     began = perf_counter()
     with (folder / "plain").open("wb") as file:
-        for _ in range(num_rows // ROWS_A_SESSION):
+        for _ in range(num_rows // ROWS_PER_SESSION):
             file.write(block)
             file.flush()
             os.fdatasync(file.fileno())
     took = perf_counter() - began
     (folder / "plain").unlink()
-    return num_rows // ROWS_A_SESSION * ROWS_A_SESSION / took
+    return num_rows // ROWS_PER_SESSION * ROWS_PER_SESSION / took
 
 
 def run_one(name: str, num_rows: int, where: Path) -> list[float]:
@@ -165,13 +166,13 @@ def report(sizes: tuple[int, ...], names: list[str], where: Path) -> None:
             print(f"disk, {size:,} rows: {measure_disk(min(size, 4_000), Path(folder)):,.0f} rows/s", flush=True)
         for name in names:
             figures = found[name, size] = run_one(name, size, where)
-            print(f"{name}, {size:,} rows: put {figures[0]:,.0f}, get {figures[2]:,.0f} rows/s", flush=True)
+            print(f"{name}, {size:,} rows: append {figures[0]:,.0f}, read {figures[2]:,.0f} rows/s", flush=True)
             table.add_row(
                 name, f"{size:,}", *(f"{x:,.3f}" if i in (4, 5) else f"{x:,.0f}" for i, x in enumerate(figures))
             )
     Console(width=170).print(table)
     for size in sizes:
-        for ours, bare, rows in (("sqlite", "bare", ROWS_A_SESSION), ("sqlite-360", "bare-360", 360)):
+        for ours, bare, rows in (("sqlite", "bare", ROWS_PER_SESSION), ("sqlite-360", "bare-360", 360)):
             if (ours, size) in found and (bare, size) in found:
                 for column, what in ((0, f"put of {rows} rows a time"), (2, "get")):
                     ratio = found[ours, size][column] / found[bare, size][column]

@@ -1,7 +1,7 @@
 """TransferQueue bare and through our adapter, on the same rows: what the guards cost.
 
 `bench_store.py` takes `BACKENDS` from here. Bare TransferQueue is used as it documents: batches of nested tensors with
-a tag a row in, a TensorDict out. The adapter's answer is taken apart into rows, and checked.
+one tag per row in, a TensorDict out. The adapter's answer is split into rows, and checked.
 
     .venv/bin/python benchmarks/bench_store_ray.py                     # 360 and 4,000 rows, the two by turns
 """
@@ -14,72 +14,74 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 
-from raggedright.store.protocol import Key, NewRow, NewSession, RowEntry, SessionEntry, SessionKey, Store
+from raggedright.sessions import RowKey, Session, SessionKey, SessionTable, Trajectory
+from raggedright.store.protocol import Store
 from raggedright.store.transfer_queue import TransferQueueStore
-from store_rows import FIELDS, ROWS_A_SESSION, session_key, session_rows
+from store_rows import ROWS_PER_SESSION, session_of, session_rows
 
 _runs = count()
 
 
 class BareTransferQueue:
-    """TransferQueue's own batched calls, with no guard at all; the part of a store that is measured."""
+    """TransferQueue's own batched calls, with no check at all; the part of a store that is measured."""
 
-    def __init__(self, rows_a_put: int = ROWS_A_SESSION) -> None:
+    def __init__(self, rows_per_put: int = ROWS_PER_SESSION) -> None:
         self._started = TransferQueueStore(run="bare")  # for a bounded start on loopback
         self._name = f"bare {next(_runs)}"
-        self._rows_a_put, self._waiting = rows_a_put, []
+        self._rows_per_put = rows_per_put
+        self._waiting: list[tuple[RowKey, Trajectory]] = []
 
-    def put(self, session: SessionKey, rows: Sequence[NewRow], *, score: float | None = None) -> None:
-        self._waiting += [(session, i, score, row) for i, row in enumerate(rows)]
-        if len(self._waiting) >= self._rows_a_put:
-            self.flush()
-
-    def put_all(self, sessions: Sequence[NewSession]) -> None:
-        for new in sessions:
-            self.put(new.key, new.rows, score=new.score)
+    def append(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._waiting += [(RowKey(*session.key, i), row) for i, row in enumerate(session.trajectories)]
+            if len(self._waiting) >= self._rows_per_put:
+                self.flush()
 
     def flush(self) -> None:
         import transfer_queue
-        from tensordict import NonTensorStack, TensorDict
+        from tensordict import TensorDict
 
         if not self._waiting:
             return
         columns: dict[str, Any] = {}
-        for name, first in self._waiting[0][3].fields.items():
-            values: list[Any] = [row.fields[name] for _, _, _, row in self._waiting]
-            if isinstance(first, torch.Tensor):
-                columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
-            else:
-                columns[name] = NonTensorStack(*values)
-        names = [f"{session.prompt}_{session.session}_{i}" for session, i, _, _ in self._waiting]
-        tags = [{"is_padding": row.is_padding, "score": score, **row.tags} for _, _, score, row in self._waiting]
+        for name in self._waiting[0][1].fields:
+            values = [torch.from_numpy(np.ascontiguousarray(row.fields[name])) for _, row in self._waiting]
+            columns[name] = torch.nested.as_nested_tensor([each.flatten() for each in values], layout=torch.jagged)
+        tags = [{"is_padding": False, "score": 0.5} for _ in self._waiting]
         partition = f"{self._name}/{self._waiting[0][0].round}"
+        names = [_name(key) for key, _ in self._waiting]
         transfer_queue.kv_batch_put(names, partition, TensorDict(columns, len(names)), tags)
         self._waiting = []
 
-    def get(self, keys: Sequence[Key], fields: Sequence[str]) -> object:
+    def read(self, keys: Sequence[RowKey]) -> object:
         import transfer_queue
 
-        names = [f"{key.prompt}_{key.session}_{key.trajectory}" for key in keys]
-        return transfer_queue.kv_batch_get(names, f"{self._name}/{keys[0].round}", [*fields])
+        names = [*session_rows(0)[0].fields]
+        return transfer_queue.kv_batch_get([_name(key) for key in keys], f"{self._name}/{keys[0].round}", names)
 
-    def list(self, *, round: int) -> Sequence[SessionEntry]:
+    def sessions(self, round: int) -> SessionTable:
+        """Its listing, as a table that knows the rows' names alone."""
         import transfer_queue
 
         self.flush()
         listed = transfer_queue.kv_list(f"{self._name}/{round}")[f"{self._name}/{round}"]
-        counts = {"prompt_tokens": 0, "response_tokens": 0, "loss_tokens": 0, "is_padding": False}
-        entries = []
-        for name, tags in listed.items():
-            prompt, session, trajectory = name.rsplit("_", 2)
-            key = Key(round, prompt, int(session), 0, int(trajectory))
-            row = RowEntry(key=key, tags=tags, field_names=frozenset(FIELDS), **counts)
-            entries.append(SessionEntry(key=key.of_session, state="finished", rows=(row,)))
-        return entries
+        counts: dict[tuple[str, int], int] = {}
+        for name in listed:
+            prompt, session, _ = name.rsplit("_", 2)
+            counts[prompt, int(session)] = counts.get((prompt, int(session)), 0) + 1
+        one = session_rows(0)[0]
+        return SessionTable.of(
+            round,
+            [
+                Session(key=SessionKey(round, *pair), score=0.5, trajectories=[one] * count)
+                for pair, count in counts.items()
+            ],
+        )
 
-    def delete(self, round: int) -> None:
+    def drop(self, round: int) -> None:
         import transfer_queue
 
         transfer_queue.get_client().clear_partition(f"{self._name}/{round}")
@@ -89,6 +91,10 @@ class BareTransferQueue:
 
     def __exit__(self, *error: object) -> None:
         self._started.close()
+
+
+def _name(key: RowKey) -> str:
+    return f"{key.prompt}_{key.session}_{key.trajectory}"
 
 
 def open_adapter(folder: Path | None = None) -> AbstractContextManager[Store]:
@@ -101,7 +107,7 @@ def open_bare(folder: Path | None = None) -> AbstractContextManager[Store]:
 
 
 def open_bare_in_large_batches(folder: Path) -> AbstractContextManager[Store]:
-    return cast(AbstractContextManager[Store], BareTransferQueue(rows_a_put=360))
+    return cast(AbstractContextManager[Store], BareTransferQueue(rows_per_put=360))
 
 
 BACKENDS: dict[str, Callable[[Path], AbstractContextManager[Store]]] = {
@@ -111,17 +117,17 @@ BACKENDS: dict[str, Callable[[Path], AbstractContextManager[Store]]] = {
 }
 
 
-def measure(store: Store, sessions: Sequence[Sequence[NewRow]], num_sessions: int) -> tuple[float, float]:
-    """Seconds to put all sessions, one by one, and to get all rows, 360 at a time."""
+def measure(store: Store, sessions: Sequence[list[Trajectory]], num_sessions: int) -> tuple[float, float]:
+    """Seconds to append all sessions, one by one, and to read all rows, 360 at a time."""
     began = perf_counter()
     for i in range(num_sessions):
-        store.put(session_key(i, 0), sessions[i % len(sessions)], score=0.5)
+        store.append([session_of(sessions[i % len(sessions)], i, 0)])
     put = perf_counter()
-    keys = [Key(*session_key(i, 0), t) for i in range(num_sessions) for t in range(ROWS_A_SESSION)]
+    keys = [RowKey(*session_of([], i, 0).key, t) for i in range(num_sessions) for t in range(ROWS_PER_SESSION)]
     for i in range(0, len(keys), 360):
-        store.get(keys[i : i + 360], FIELDS)
+        store.read(keys[i : i + 360])
     got = perf_counter()
-    store.delete(0)
+    store.drop(0)
     return put - began, got - put
 
 
@@ -134,7 +140,7 @@ def compare_side_by_side() -> Iterator[tuple[int, float, float]]:
             for _ in range(repeats):
                 for name, opened in (("ours", open_adapter), ("bare", open_bare)):
                     with opened() as store:
-                        taken[name].append(measure(store, sessions, num_rows // ROWS_A_SESSION))
+                        taken[name].append(measure(store, sessions, num_rows // ROWS_PER_SESSION))
             ours, bare = ([median(each) for each in zip(*taken[name], strict=True)] for name in ("ours", "bare"))
             if num_rows > 64:
                 yield num_rows, ours[0] / bare[0], ours[1] / bare[1]

@@ -124,15 +124,16 @@ class Verl:
         return VerlResult(min(answer["seconds"], default=None), self.limit, answer["rank"])
 
 
-def draw_rows(num_rows: int, seed: int = 0, shape: str = "lognormal") -> Rows:
-    tokens = np.clip(SHAPES[shape](np.random.default_rng(seed), num_rows), 2, CAP).astype(np.int64)
+def draw_rows(num_rows: int, seed: int = 0, shape: str = "lognormal", prompt_tokens: int = 1) -> Rows:
+    tokens = SHAPES[shape](np.random.default_rng(seed), num_rows)
+    tokens = np.clip(tokens, prompt_tokens + 1, CAP).astype(np.int64)
     number = np.arange(num_rows)
     return Rows.from_columns(
         prompt=[f"p{i // ROWS_PER_PROMPT}" for i in range(num_rows)],
         session=number // 2 % 8,
         trajectory=number % 2,
-        prompt_tokens=np.ones(num_rows, dtype=np.int64),
-        response_tokens=tokens - 1,
+        prompt_tokens=np.full(num_rows, prompt_tokens),
+        response_tokens=tokens - prompt_tokens,
     )
 
 
@@ -219,7 +220,7 @@ def by_shape() -> Iterator[Case]:
 
 
 def by_layout() -> Iterator[Case]:
-    rows = draw_rows(32_000)
+    rows = draw_rows(32_000, prompt_tokens=300)
     for dp_size in (8, 64):
         layout = one_step(rows, dp_size)
         yield measure("layout", "padded collation", rows, replace(layout, collate="padded"))
@@ -227,5 +228,31 @@ def by_layout() -> Iterator[Case]:
         yield measure(
             "layout", "8 rows a micro-batch", rows, replace(layout, micro_batch_tokens=None, micro_batch_rows=8)
         )
+        yield measure("layout", "trees, 16 steps", rows, replace(layout, collate="tree", mini_batch_size=125))
         lcm = replace(layout, align="lcm", batch_size=2_048, mini_batch_size=128)
-        yield measure("layout", "align lcm, 128 x 8 rows a step", rows, lcm)
+        yield measure("layout", "align lcm, 128 x 8 rows per step", rows, lcm)
+
+
+def by_small_steps() -> Iterator[Case]:
+    """align lcm where steps x ranks are many: the layouts that took seconds when each cell was cut on its own."""
+    base = Layout(dp_size=64, batch_size=1_800, mini_batch_size=1, rollout_n=8, align="lcm", micro_batch_tokens=CAP)
+    rows = draw_rows(14_400)
+    yield measure("lcm", "14,400 rows, 8 rows per step", rows, base)
+    yield measure("lcm", "14,400 rows, critic, 2 epochs", rows, replace(base, critic_mini_batch_size=1, epochs=2))
+    small = replace(base, dp_size=96, batch_size=125, mini_batch_size=7, rollout_n=5, critic_mini_batch_size=11)
+    yield measure("lcm", "2,000 rows, critic 11", draw_rows(2_000), small)
+    small = replace(base, dp_size=257, batch_size=5, mini_batch_size=5, rollout_n=3, critic_mini_batch_size=1)
+    yield measure("lcm", "21 rows, critic 1", draw_rows(21), small)
+
+
+def by_million() -> Iterator[Case]:
+    """A million rows at dp 1,024 in 16 steps with a critic, in every collation and alignment."""
+    with working_on("making 1,000,000 rows"):
+        rows = draw_rows(1_000_000, prompt_tokens=300)
+    layout = Layout(
+        dp_size=1_024, batch_size=62_464, mini_batch_size=3_904, critic_mini_batch_size=3_904, rollout_n=8,
+        micro_batch_tokens=CAP,
+    )  # fmt: skip
+    for collate in ("packed", "padded", "tree"):
+        yield measure("million", f"steps, {collate}", rows, replace(layout, collate=collate))
+    yield measure("million", "lcm, packed", rows, replace(layout, align="lcm"))

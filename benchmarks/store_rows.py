@@ -1,42 +1,36 @@
-"""Rows like those of a run, about 57 KB each, for the store's benchmark."""
+"""Sessions like those of a run, of about 57 KB per row, for the store's benchmark."""
 
-import torch
+import numpy as np
 
-from raggedright.store.protocol import NewRow, SessionKey
+from raggedright.sessions import Session, SessionKey, Trajectory
 
-ROWS_A_SESSION = 8
+ROWS_PER_SESSION = 8
 PROMPT, RESPONSE = 300, 1_350
-FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask", "rollout_log_probs", "uid"]
 
 
-def session_rows(seed: int) -> list[NewRow]:
+def session_rows(seed: int) -> list[Trajectory]:
     """The rows of one session; lengths vary by a third."""
-    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     rows = []
-    for _ in range(ROWS_A_SESSION):
-        response = int(RESPONSE * (2 / 3 + 2 / 3 * torch.rand((), generator=generator)))
-        ids = torch.randint(0, 150_000, (PROMPT + response,), generator=generator)
-        fields = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(len(ids)),
-            "responses": ids[PROMPT:].clone(),
-            "response_mask": torch.ones(response, dtype=torch.bool),
-            "rollout_log_probs": -torch.rand(response, generator=generator),
-            "uid": f"prompt-{seed}",
-        }
-        tags = {"uid": f"prompt-{seed}", "turn": 3, "reward": 0.5}
-        row = NewRow(prompt_tokens=PROMPT, response_tokens=response, loss_tokens=response, fields=fields, tags=tags)
-        rows.append(row)
+    for _ in range(ROWS_PER_SESSION):
+        response = int(RESPONSE * rng.uniform(2 / 3, 4 / 3))
+        size = PROMPT + response
+        rows.append(
+            Trajectory(
+                input_ids=rng.integers(0, 150_000, size),
+                response_mask=np.ones(response, dtype=np.int64),
+                rollout_log_probs=-rng.random(response, dtype=np.float32),
+                extra={"position_ids": np.broadcast_to(np.arange(size), (1, size)), "values": rng.random(response)},
+            )
+        )
     return rows
 
 
-def row_bytes(rows: list[NewRow]) -> int:
-    """The bytes of these rows' tensors."""
-    tensors = [value for row in rows for value in row.fields.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def session_of(rows: list[Trajectory], i: int, round: int) -> Session:
+    """The i-th session of a round, eight per prompt, with these rows."""
+    return Session(key=SessionKey(round, f"prompt-{i // 8:05d}", i % 8), score=0.5, trajectories=rows)
 
 
-def session_key(i: int, round: int) -> SessionKey:
-    """The i-th session of a round, eight to a prompt."""
-    return SessionKey(round, f"prompt-{i // 8:05d}", i % 8)
+def row_bytes(rows: list[Trajectory]) -> int:
+    """The bytes of these rows' arrays."""
+    return sum(array.nbytes for row in rows for array in row.fields.values())

@@ -19,8 +19,7 @@ from rich.table import Table
 import raggedright.train.clock as clocks
 from raggedright.config.load import load_config
 from raggedright.train.clock import Clock
-from raggedright.train.loop import settle
-from raggedright.train.round import run_sessions, train_round
+from raggedright.train.round import sample_round, train_round
 from raggedright.train.setup import Setup, set_up
 from raggedright.train.world import World
 from train_tasks import ROOT, write_config
@@ -56,7 +55,6 @@ VARIES = {"rows a session": "rows", "row length": "tokens", "prompts": "prompts"
 def measure(cases: list[Case], work: Path) -> list[dict[str, float]]:
     """CPU seconds by part of each case's cheapest round."""
     setups = [prepare(case, work / str(number)) for number, case in enumerate(cases)]
-    settle()
     found: list[list[dict[str, float]]] = [[] for _ in cases]
     for turn in range(TURNS + 1):
         for setup, rounds in zip(setups, found, strict=True):
@@ -93,12 +91,13 @@ def run_round(setup: Setup, round: int) -> dict[str, float]:
     """CPU seconds of a round by part, and its rows."""
     clock, began = Clock(), process_time()
     with clock("rollout"):
-        sessions = run_sessions(setup, round)
-    result = train_round(setup, round, sessions, clock)
+        sampled = sample_round(setup, round)
+    assert sampled is not None
+    result = train_round(setup, round, sampled, clock)
     parts = dict(clock.seconds)
     parts["other"] = process_time() - began - sum(parts.values())
-    setup.store.delete(round)
-    return parts | {"rows": float(len(result.sealed.rows))}
+    setup.store.drop(round)
+    return parts | {"rows": float(len(result.table.rows))}
 
 
 def growth(work: Path) -> None:

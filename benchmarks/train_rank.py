@@ -44,7 +44,7 @@ def main() -> None:
         record(self, round, result)
         parts = dict(result.seconds)
         parts["rollout"] -= put_seconds
-        rows = result.sealed.rows
+        rows = result.table.rows
         parts |= {"put": put_seconds, "record": perf_counter() - began}
         counts = {"rows": float(len(rows)), "tokens": float(rows.tokens.sum())}
         put_seconds = 0.0
@@ -53,7 +53,7 @@ def main() -> None:
         if left == 0:
             left = _from_first(following)
 
-    SessionRecorder.add, SessionRecorder.put_ended = timed(SessionRecorder.add), timed(SessionRecorder.put_ended)
+    SessionRecorder.add, SessionRecorder.flush = timed(SessionRecorder.add), timed(SessionRecorder.flush)
     RunRecorder.round = timed_record
     run_rank(Path(sys.argv[1]))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from pages import api, cli, imports, weigh
 from raggedright import Layout, Rows, make_plan
 from raggedright.config.reference import config_page
-from raggedright.report.svg import draw_plan
+from raggedright.report.plan_svg import draw_plan
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,7 +17,8 @@ from raggedright.plan.plan import Role
 HEAD = """\
 # The library
 
-Two imports: `raggedright` needs numpy alone, `raggedright.tensors` needs torch (`pip install 'raggedright[train]'`).
+Three imports: `raggedright` needs numpy alone; `raggedright.tensors`, for a loop of your own, and `raggedright.agents`,
+for agents, need torch (`pip install '.[train]'` in a clone).
 These names are kept; what is not here may change. In use: [own_trainer.md](own_trainer.md). Made by `make pages`.
 
 `Ints`, `Floats`, `Bools` and `Strings` are numpy arrays. Choices:
@@ -44,7 +45,14 @@ PARTS = {
         "Values": ("gae", "whiten"),
         "Metrics and ranks": ("off_policy_metrics", "sum_gradients", "sum_metrics", "sum_in_backward"),
     },
+    "raggedright.agents": {
+        "An agent": ("Agent", "Task", "Session", "SessionError"),
+        "Its contexts": ("Trajectory", "Reply", "Tokens", "Message", "Picture"),
+    },
 }  # fmt: skip
+
+
+FOR_THE_RUNNER = ("check_open", "end", "let_go", "row", "rows")  # methods of Session and Trajectory that may change
 
 
 def page() -> str:
@@ -87,8 +95,11 @@ def _members(thing: type) -> Iterator[str]:
     fields = [ast.unparse(node) for node in tree.body if isinstance(node, ast.AnnAssign)]
     if fields := [field for field in fields if "init=False" not in field]:
         yield f"  - fields: {', '.join(f'`{field}`' for field in fields)}"
+    of_agents = thing.__module__.startswith("raggedright.agents")
     for node in tree.body:
-        if not isinstance(node, ast.FunctionDef) or (node.name.startswith("_") and node.name != "__call__"):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if (node.name.startswith("_") and node.name != "__call__") or (of_agents and node.name in FOR_THE_RUNNER):
             continue
         is_property = {"property", "cached_property"} & {ast.unparse(each) for each in node.decorator_list}
         call = _call(node, thing.__name__.lower() if node.name == "__call__" else f".{node.name}")
@@ -97,12 +108,13 @@ def _members(thing: type) -> Iterator[str]:
 
 def _call(node: ast.stmt, name: str) -> str:
     """A function as it is called, with its types."""
-    assert isinstance(node, ast.FunctionDef)
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     assert node.returns is not None
     arguments = ast.unparse(node.args)
     for own in ("self", "cls"):
         arguments = arguments.removeprefix(own).removeprefix(", ")
-    return f"{name}({arguments}) -> {ast.unparse(node.returns).strip(chr(39))}"
+    asynchronous = "await " if isinstance(node, ast.AsyncFunctionDef) else ""
+    return f"{asynchronous}{name}({arguments}) -> {ast.unparse(node.returns).strip(chr(39))}"
 
 
 def _sentence(text: str | None) -> str:

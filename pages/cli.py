@@ -10,13 +10,14 @@ HEAD = """\
 # Commands
 
 Exit codes: 0 done, 1 bad input (one sentence on standard error), 2 wrong usage, 130 interrupted. Every key of the
-[config](config.md) is an option of `raggedright train`, too. This page is made by `make pages`.
+[config](config.md) is an option of `raggedright train`, too; `raggedright train --help-all` prints them. This page is
+made by `make pages`.
 """
 
 
 def page() -> str:
     """The page."""
-    parser = make_parser([])
+    parser = make_parser(["train", "--help"])
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = [HEAD, _block(parser)]
     for name, command in commands.choices.items():

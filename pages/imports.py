@@ -1,7 +1,7 @@
 """Who imports whom, by station of CONTRIBUTING's table, from the code itself; and its picture.
 
 A station is a line of the table: its files, or the whole folder where no other line names one of it. Imports point to
-the same line or to one above it (`backward` lists those that do not). The two `__init__.py` that re-export names for
+the same line or to one above it (`backward` lists those that do not). The modules that only re-export names for
 users belong to no station: nothing inside imports them.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "raggedright"
-FACADES = ("raggedright", "raggedright.tensors")
+FACADES = ("raggedright", "raggedright.tensors", "raggedright.agents", "raggedright.integrations.verl")
 
 LINE, LEFT, BOX, HEIGHT, WIDTH = 27, 20, 190, 20, 420
 STYLE = """\

@@ -1,9 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""verl without the plug-in and with it, on the same batches: `make compare-verl` writes docs/verl-comparison.md.
+"""Compare verl with and without the plug-in on the same batches: `make compare-verl` writes docs/verl-comparison.md.
 
-Every batch is stored in a real TransferQueue and goes through the trainers' own steps (tests/verl/both_ways.py).
-"Right" is computed row by row. Each figure of verl's is a fault named in the tests; with the plug-in it is at zero,
-or at what the configuration says.
+Every batch is stored in a real TransferQueue and goes through the steps of both trainers (tests/verl/both_ways.py).
+The correct value is computed row by row. Every deviation of verl is also covered by a test.
 """
 
 import math
@@ -28,9 +27,8 @@ from verl.utils.config import omega_conf_to_dataclass  # noqa: E402
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
-from raggedright import Layout, Rows  # noqa: E402
-from raggedright.integrations.verl import losses  # noqa: E402
-from raggedright.integrations.verl.align import Grid, make_verl_plan  # noqa: E402
+from raggedright import Layout, Rows, make_plan  # noqa: E402
+from raggedright.verl import weighted_losses  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "verl-comparison.md"
 BOTH = ("sync", "raggedright_sync")
@@ -38,7 +36,7 @@ Sessions = list[tuple[str, int, list[tuple[int, int]], float]]
 
 
 class Line(NamedTuple):
-    """One line of the table: what is compared, verl's figure, ours, and what would be right."""
+    """One line of the table: what is compared, verl's value, ours, and the correct value."""
 
     what: str
     verl: float
@@ -47,7 +45,7 @@ class Line(NamedTuple):
 
 
 def sessions_of(rows_of_session: Sequence[int], *, sessions: int = 2, seed: int = 0, mean: float = 9.0) -> Sessions:
-    """Sessions with so many rows each, `sessions` of them a prompt, with lengths like those of agents' turns."""
+    """Sessions with these numbers of rows, `sessions` per prompt, with lengths similar to the turns of agents."""
     generator = np.random.default_rng(seed)
     made: Sessions = []
     for i, count in enumerate(rows_of_session):
@@ -58,7 +56,7 @@ def sessions_of(rows_of_session: Sequence[int], *, sessions: int = 2, seed: int 
 
 
 def sizes(batch_size: int, mini_batch_size: int, n: int = 2, **settings: object) -> dict[str, object]:
-    """verl's keys for the sizes, in prompts."""
+    """verl's config keys for the sizes, in prompts."""
     return {
         "data.train_batch_size": batch_size,
         "actor_rollout_ref.actor.ppo_mini_batch_size": mini_batch_size,
@@ -68,7 +66,7 @@ def sizes(batch_size: int, mini_batch_size: int, n: int = 2, **settings: object)
 
 
 def norm_keys(sessions: Sessions, mode: str) -> dict[str, object]:
-    """The mode, and as norm mode's constant what verl divides by where a batch is not cut: its longest response."""
+    """The mode, and as constant of the norm mode what verl divides an unsplit batch by: its longest response."""
     longest = max(response for _, _, lengths, _ in sessions for _, response in lengths)
     return {"actor_rollout_ref.actor.loss_agg_mode": mode, "data.max_response_length": longest}
 
@@ -77,7 +75,7 @@ TWENTY = sessions_of([4, 1, 3, 2, 2, 4, 1, 3])
 
 
 def compare_gradients(folder: Path) -> Iterator[Line]:
-    """20 rows where a mini-batch has 32, on 4 ranks: verl adds 12 rows of padding and divides by 32."""
+    """20 rows for a mini-batch of 32, on 4 ranks: verl adds 12 padding rows and divides by 32."""
     for role in ("actor", "critic"):
         for mode in MODES:
             keys = sizes(16, 16, **norm_keys(TWENTY, mode))
@@ -92,11 +90,11 @@ def compare_gradients(folder: Path) -> Iterator[Line]:
         max(gradient_errors(train_with(trainer, whole, folder, dp_size=4, **keys), MODES[-1], max_tokens=50))
         for trainer in BOTH
     ]
-    yield Line(f"gradient error, actor, {MODES[-1]}, 32 real rows of 32, cut in micro-batches", *errors, 0.0)
+    yield Line(f"gradient error, actor, {MODES[-1]}, 32 real rows of 32, split into micro-batches", *errors, 0.0)
 
 
 def compare_padding(folder: Path) -> Iterator[Line]:
-    """Padding, steps and balance where rows do not divide."""
+    """Padding, steps and balance for row counts that are not divisible."""
     cases = {
         "298 rows, dp 2, mini-batch 32 x 4 of 96 prompts": (
             sessions_of([3] * 98 + [4], sessions=4),
@@ -116,37 +114,42 @@ def compare_padding(folder: Path) -> Iterator[Line]:
         yield Line(f"padding tokens, {name}", verl.padding[1], ours.padding[1], 2 * least)
         yield Line(f"optimizer steps, {name}", verl.num_mini_batch, ours.num_mini_batch, steps)
         yield Line(f"fewest real rows in a step, {name}", fewest(verl), fewest(ours), num_rows // steps)
-        yield Line(f"dearest rank of each mini-batch over the mean, {name}", imbalance(verl), imbalance(ours), 1.0)
+        yield Line(
+            f"slowest rank of each mini-batch divided by the mean, {name}", imbalance(verl), imbalance(ours), 1.0
+        )
 
 
 def compare_padding_alone(folder: Path) -> Iterator[Line]:
-    """Three rows, a critic whose mini-batch is larger than the actor's: verl's actor steps on padding alone."""
+    """Three rows, and a critic with a larger mini-batch than the actor: verl's actor has steps with only padding."""
     keys = sizes(4, 1, **{"critic.enable": True, "critic.ppo_mini_batch_size": 4})
     trained = [train_with(trainer, sessions_of([2, 1]), folder, dp_size=2, **keys) for trainer in BOTH]
-    yield Line("optimizer steps on padding alone, 3 rows", *(alone(one) for one in trained), 0)
-    yield Line("weights that move in such a step, of the step before (AdamW)", moved(), 0.0, 0.0)  # there is none
+    yield Line("optimizer steps with only padding, 3 rows", *(alone(one) for one in trained), 0)
+    # With the plug-in there is no such step.
+    yield Line("weight change in such a step relative to the step before (AdamW)", moved(), 0.0, 0.0)
 
 
 def compare_metrics(folder: Path) -> Iterator[Line]:
     """Means over real rows and tokens."""
     one = sessions_of([1], sessions=1)
     keys = sizes(2, 2)
-    found = [train_with(trainer, one, folder, dp_size=4, **keys) for trainer in BOTH]
-    (row,) = found[1].real().values()
+    trained = [train_with(trainer, one, folder, dp_size=4, **keys) for trainer in BOTH]
+    (row,) = trained[1].real().values()
     right = math.exp(-float(row["old_log_probs"][row["response_mask"].bool()].mean()))
     yield Line(
-        "rollout_corr/training_ppl, 1 real row of 4", *(t.metrics["rollout_corr/training_ppl"] for t in found), right
+        "rollout_corr/training_ppl, 1 real row of 4", *(t.metrics["rollout_corr/training_ppl"] for t in trained), right
     )
     keys = sizes(16, 16, **{"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "low_var_kl"})
-    found = [train_with(trainer, TWENTY, folder, dp_size=4, **keys) for trainer in BOTH]
+    trained = [train_with(trainer, TWENTY, folder, dp_size=4, **keys) for trainer in BOTH]
     kl = "actor/reward_kl_penalty"
     yield Line(
-        f"{kl}, which steers the KL controller, 20 real rows of 32", *(t.metrics[kl] for t in found), right_kl(folder)
+        f"{kl}, which drives the KL controller, 20 real rows of 32", *(t.metrics[kl] for t in trained), right_kl(folder)
     )
-    found = [train_with(trainer, TWENTY, folder, dp_size=4, **sizes(16, 16)) for trainer in BOTH]
+    trained = [train_with(trainer, TWENTY, folder, dp_size=4, **sizes(16, 16)) for trainer in BOTH]
     for name in ("actor/pg_clipfrac", "actor/ppo_kl"):
         yield Line(
-            f"{name}, 20 rows in micro-batches", *(loss_metrics(t)[name] for t in found), exact_metrics(found[1])[name]
+            f"{name}, 20 rows in micro-batches",
+            *(loss_metrics(t)[name] for t in trained),
+            exact_metrics(trained[1])[name],
         )
 
 
@@ -157,14 +160,14 @@ def compare_advantages(folder: Path) -> Iterator[Line]:
     rights = {"rloo": 1.0, "grpo_vectorized": 0.75 / 0.5, "gpg": 4 * 0.75, "reinforce_plus_plus_baseline": 0.75 / 0.5}
     for estimator, right in rights.items():
         keys = sizes(2, 2, 4, **{"algorithm.adv_estimator": estimator})
-        found = [advantage(train_with(trainer, sessions, folder, dp_size=1, **keys)) for trainer in BOTH]
-        yield Line(f"advantage of session 0, {estimator}, ten rows in it", *found, right)
+        values = [advantage(train_with(trainer, sessions, folder, dp_size=1, **keys)) for trainer in BOTH]
+        yield Line(f"advantage of session 0, {estimator}, which has ten rows", *values, right)
     shares = []
     for trainer in BOTH:
         keys = sizes(2, 2, 4, **({"trainer.v1.raggedright.loss_agg": "session-mean"} if trainer != "sync" else {}))
         trained = train_with(trainer, sessions, folder, dp_size=1, **keys)
         weights = {
-            key: float(row.get(losses.ACTOR_WEIGHT, torch.ones(1))) * int(row["response_mask"].sum())
+            key: float(row.get(weighted_losses.ACTOR_WEIGHT, torch.ones(1))) * int(row["response_mask"].sum())
             for key, row in trained.real().items()
         }
         shares.append(sum(w for key, w in weights.items() if key.rsplit("_", 2)[1] == "0") / sum(weights.values()))
@@ -172,7 +175,7 @@ def compare_advantages(folder: Path) -> Iterator[Line]:
 
 
 def compare_planning(folder: Path) -> Iterator[Line]:
-    """Seconds to deal rows to 64 ranks; right is not defined."""
+    """Seconds to assign rows to 64 ranks; there is no correct value."""
     del folder
     for num_rows in (4_096, 32_768):
         generator = np.random.default_rng(0)
@@ -184,15 +187,17 @@ def compare_planning(folder: Path) -> Iterator[Line]:
             prompt=[f"p{i // 8}" for i in range(num_rows)], session=np.arange(num_rows) % 8, trajectory=[0] * num_rows,
             prompt_tokens=[8] * num_rows, response_tokens=lengths,
         )  # fmt: skip
-        layout = Layout(dp_size=64, batch_size=num_rows // 8, mini_batch_size=num_rows // 32, rollout_n=8)
-        make_verl_plan(rows, layout, Grid(dp_size=64, mini_batch_size=num_rows // 32))
+        layout = Layout(
+            cut="equal-rows", dp_size=64, batch_size=num_rows // 8, mini_batch_size=num_rows // 32, rollout_n=8
+        )
+        make_plan(rows, layout)
         yield Line(
             f"planning seconds, {num_rows:,} rows, dp 64", middle - start, time.perf_counter() - middle, math.nan
         )
 
 
 def fewest(trained: Trained) -> int:
-    """Real rows of the emptiest mini-batch."""
+    """The smallest number of real rows in a mini-batch."""
     real = trained.real()
     return min(sum(key in real for key in keys) for keys in trained.mini_batches())
 
@@ -204,7 +209,7 @@ def alone(trained: Trained) -> int:
 
 
 def moved() -> float:
-    """How far AdamW moves weights when the gradient of a step is zero, against the step before."""
+    """How far AdamW moves the weights in a step with zero gradient, relative to the step before."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     norms = []
@@ -218,10 +223,10 @@ def moved() -> float:
 
 
 def loss_metrics(trained: Trained) -> dict[str, float]:
-    """Metrics of the update, as verl's workers join them."""
+    """Metrics of the update, aggregated as in verl's workers."""
     config = omega_conf_to_dataclass(trained.trainer.config.actor_rollout_ref.actor)
-    ours = losses.ACTOR_WEIGHT in trained.ranks[0][0]
-    loss = partial(losses.weighted_policy_loss if ours else ppo_loss, config)
+    ours = weighted_losses.ACTOR_WEIGHT in trained.ranks[0][0]
+    loss = partial(weighted_losses.weighted_policy_loss if ours else ppo_loss, config)
     _, metrics = update(
         Model(), trained.ranks, loss, num_mini_batch=trained.num_mini_batch, info=trained.info, max_tokens=130
     )
@@ -229,7 +234,7 @@ def loss_metrics(trained: Trained) -> dict[str, float]:
 
 
 def exact_metrics(trained: Trained) -> dict[str, float]:
-    """Token means over the real rows, written out."""
+    """Token means over the real rows, computed explicitly."""
     model, clipped, kl = Model(), [], []
     for row in trained.real().values():
         made = model(torch.nested.as_nested_tensor([row["input_ids"]], layout=torch.jagged))["log_probs"].values()
@@ -242,13 +247,13 @@ def exact_metrics(trained: Trained) -> dict[str, float]:
 
 
 def right_kl(folder: Path) -> float:
-    """The KL of the same rows where they need no padding: one rank, and mini-batches of one row."""
+    """The KL of the same rows without padding: one rank, and mini-batches of one row."""
     keys = sizes(1, 1, 1, **{"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "low_var_kl"})
     return train_with("sync", TWENTY, folder, dp_size=1, **keys).metrics["actor/reward_kl_penalty"]
 
 
 def advantage(trained: Trained) -> float:
-    """What the first session's tokens get."""
+    """The advantage of the tokens of session 0."""
     key, row = next((key, row) for key, row in sorted(trained.real().items()) if key.rsplit("_", 2)[1] == "0")
     del key
     return float(row["advantages"][0])
@@ -261,7 +266,7 @@ COMPARISONS: tuple[Callable[[Path], Iterator[Line]], ...] = (
 
 @contextmanager
 def started() -> Iterator[None]:
-    """Ray and TransferQueue for the time of the comparison."""
+    """Run Ray and TransferQueue during the comparison."""
     import ray
     import transfer_queue as tq
     from omegaconf import OmegaConf
@@ -276,8 +281,8 @@ def started() -> Iterator[None]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The lines in Markdown."""
-    head = ["| the same batch | verl 0.9.1 | with the plug-in | right |", "| --- | --- | --- | --- |"]
+    """The lines as a Markdown table."""
+    head = ["| the same batch | verl 0.9.1 | with the plug-in | correct |", "| --- | --- | --- | --- |"]
     return "\n".join([*head, *(f"| {line.what} | {' | '.join(map(_show, line[1:]))} |" for line in lines)])
 
 
@@ -292,12 +297,12 @@ def _show(value: float) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, started():
         lines = [line for compare in COMPARISONS for line in compare(Path(folder))]
-    page = f"""# verl, without the plug-in and with it
+    page = f"""# verl with and without the plug-in
 
-Made by `make compare-verl` on {time.strftime("%Y-%m-%d")}: verl 0.9.1 and TransferQueue 0.1.11 on a CPU. Each batch is
-stored in TransferQueue and goes through `_balance_batch` and `_compute_advantage` of verl's `sync` trainer and of
-`raggedright_sync`; the update is verl's own, its ranks one after another. "Right" is computed row by row. Gradients
-with the plug-in differ by the rounding of weights to float32.
+`make compare-verl` wrote this page on {time.strftime("%Y-%m-%d")} with verl 0.9.1 and TransferQueue 0.1.11 on a CPU.
+Each batch is stored in TransferQueue and goes through `_balance_batch` and `_compute_advantage` of verl's `sync`
+trainer and of `raggedright_sync`. The update is verl's own, with the ranks one after another. The column "correct" is
+computed row by row. Gradients with the plug-in differ from it by the rounding of weights to float32.
 
 {table(lines)}
 """

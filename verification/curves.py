@@ -1,4 +1,4 @@
-"""Curves of runs as one SVG that stands alone: a panel for each group of runs, light and dark."""
+"""Draw curves of runs as one self-contained SVG: one panel per group of runs, for light and dark backgrounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ rect { fill: #fff }
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves, all from 0 to 1, over rounds or over what `ticks` says of each point."""
+    """Curves with values from 0 to 1, over rounds, or over points with the labels `ticks`."""
 
     title: str
     curves: Mapping[str, Sequence[float]]
@@ -27,7 +27,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], *, columns: int, title: str, height: int = HEIGHT, width: int = WIDTH) -> str:
-    """The picture; the legend is that of the first panel."""
+    """The SVG; the legend is that of the first panel."""
     across, down = width + LEFT + GAP, height + TOP + GAP
     num_lines = -(-len(panels) // columns)
     total = columns * across + GAP, num_lines * down + 2 * GAP

@@ -1,10 +1,10 @@
-"""The verification runs: five seeds that nothing was tuned on, and the other ways to train, each of which must learn.
+"""The verification runs: five seeds that were not used for tuning, and four other settings. Each run must learn.
 
     python verification/verify.py               # all, about a quarter of an hour on two cores
-    python verification/verify.py --only lcm    # those whose name contains a word; finished ones are not run again
-    python verification/verify.py --curves      # 20 rounds in float32, cut in several ways, drawn together
+    python verification/verify.py --only lcm    # runs whose name contains a word; finished runs are not repeated
+    python verification/verify.py --curves      # 20 rounds in float32, split in several ways, drawn together
 
-Writes docs/verification.md (the table) and docs/verification.svg, or docs/invariance.svg, from the runs' events.
+Writes docs/verification.md and docs/verification.svg, or docs/invariance.svg, from the events of the runs.
 """
 
 import argparse
@@ -15,30 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from curves import Panel, draw
-from raggedright.report.events import read_events
-from raggedright.report.run_events import RunEvents
+from raggedright.report.events import RunEvents, read_events
 
 ROOT = Path(__file__).parents[1]
 DOCS, RUNS = ROOT / "docs", ROOT / "runs" / "verification"
 SEEDS = (101, 102, 103, 104, 105)
-FEW = 10  # rounds that a score is the mean of
+FEW = 10  # the last rounds over which a score is averaged
 HEAD = (
-    "run", "score, first round", "score, last 10 rounds", "exact match, last 10", "rows a round",
-    "rows a session, last", "optimizer steps", "learnt",
+    "run", "score, first round", "score, last 10 rounds", "exact match, last 10", "rows per round",
+    "rows per session, last", "optimizer steps", "learned",
 )  # fmt: skip
-START, END = 0.1, 0.8  # the score is below the one at the start and at least the other at the end
+START, END = 0.1, 0.8  # a run has learned if its score starts below the first and ends at or above the second
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run: its name, its config, and the keys that differ from it."""
+    """A run: its name, its config, and the options that differ from the config."""
 
     name: str
     config: str = "compaction"
     options: tuple[str, ...] = ()
 
     def folder(self, runs: Path) -> Path:
-        """Its run folder among others."""
+        """The run folder, inside `runs`."""
         return runs / self.name.replace(" ", "-").replace(",", "")
 
 
@@ -57,19 +56,19 @@ CURVES = (
     Job("dp 3", options=(*SHORT, "--parallel.dp", "3")),
     Job("dp 2, packed", options=(*SHORT, "--train.collate", "packed", "--train.micro_batch_tokens", "256")),
     Job(
-        "dp 2, 384 micro-batches a round",
+        "dp 2, 384 micro-batches per round",
         options=(*SHORT, "--train.micro_batch_multiple", "64", "--train.micro_batch_tokens", "64"),
     ),
 )
 
 
 def run(job: Job, folder: Path) -> RunEvents:
-    """Train, unless it is done already."""
+    """Train, unless the run has already finished."""
     out = job.folder(folder)
     if (out / "events.jsonl").exists():
         events = read_events(out / "events.jsonl")
         if events.end is not None and events.end.reason == "finished":
-            print(f"{job.name}: done before, in {out}", flush=True)
+            print(f"{job.name}: already finished, in {out}", flush=True)
             return events
     print(f"{job.name}:", flush=True)
     config = ROOT / "configs" / f"{job.config}.toml"
@@ -88,7 +87,7 @@ def mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """What a run learnt, by its events."""
+    """What a run learned, from its events."""
 
     events: RunEvents
     scores: list[float]
@@ -99,43 +98,43 @@ class Learning:
         return cls(events, curve(events, "critic/score/mean"), curve(events, "session/exact_match/mean"))
 
     @property
-    def has_learnt(self) -> bool:
-        """It began knowing nothing, and ended knowing it."""
+    def has_learned(self) -> bool:
+        """Whether the first score is low and the last scores are high."""
         return self.scores[0] < START and mean(self.scores[-FEW:]) >= END
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """Of a table: the score of the first round, score and exact match of the last few."""
+        """Table cells: the score of the first round, score and exact match of the last rounds."""
         return f"{self.scores[0]:.3f}", f"{mean(self.scores[-FEW:]):.3f}", f"{mean(self.exact[-FEW:]):.3f}"
 
     @property
     def rows_cell(self) -> str:
-        """Of a table: the fewest and most rows of a round."""
+        """Table cell: the fewest and the most rows of a round."""
         rows = [round.rows or 0 for round in self.events.rounds]
         return f"{min(rows):,}-{max(rows):,}"
 
     @property
-    def learnt_cell(self) -> str:
-        return "yes" if self.has_learnt else "NO"
+    def learned_cell(self) -> str:
+        return "yes" if self.has_learned else "NO"
 
     def panel(self, name: str) -> Panel:
         return Panel(name, {"score": self.scores, "exact match": self.exact})
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def verify(jobs: list[Job]) -> bool:
-    """Run them, write the table and the picture; whether each one learnt."""
+    """Run the jobs, write the table and the picture, and return whether every run learned."""
     runs = {job.name: Learning.of(run(job, RUNS)) for job in jobs}
     rows = []
     for name, learning in runs.items():
         of_session = curve(learning.events, "rows_per_session/mean")[-1]
         steps = sum(round.optimizer_steps or 0 for round in learning.events.rounds)
         rows.append(
-            (name, *learning.cells, learning.rows_cell, f"{of_session:.2f}", f"{steps:,}", learning.learnt_cell)
+            (name, *learning.cells, learning.rows_cell, f"{of_session:.2f}", f"{steps:,}", learning.learned_cell)
         )
     table, panels = markdown(HEAD, rows), [learning.panel(name) for name, learning in runs.items()]
     print(table)
@@ -145,47 +144,48 @@ def verify(jobs: list[Job]) -> bool:
         title = "Score and exact match by round, dp 2, 45 prompts x 8 sessions, mini-batches of 15"
         (DOCS / "verification.svg").write_text(draw(panels, columns=3, title=title))
         print(f"written: {DOCS / 'verification.md'}, {DOCS / 'verification.svg'}")
-    return all(learning.has_learnt for learning in runs.values())
+    return all(learning.has_learned for learning in runs.values())
 
 
 TEXT = """\
 # Verification
 
-`make verify` trains each of these from scratch and writes this page. The configs are `configs/compaction.toml` and
-`configs/delegation.toml`: dp 2, batch_size 45, mini_batch_size 15, rollout.n 8, 150 rounds.
-The compaction runs were not tuned on these seeds; the form of delegation's contexts was chosen after it failed on 101.
-A run has learnt if its first round scores below {start} and its last ten score at least {end} on average.
+`make verify` trains each of these runs from scratch and writes this page. The configs are `configs/compaction.toml` and
+`configs/delegation.toml`: dp 2, batch_size 45, mini_batch_size 15, rollout.n 8, 150 rounds. The compaction runs were
+not tuned on these seeds. The form of delegation's contexts was chosen after a run with seed 101 failed.
+
+A run has learned if its first round scores below {start} and its last ten rounds score at least {end} on average.
 
 ![Score and exact match of every run](verification.svg)
 
 {table}
 
-Sessions cut their digits into chunks of their own, so that sessions of one prompt differ in their number of
-trajectories to the end of the run. Under align lcm the number of optimizer steps follows the rows; under align steps
-it is the config's.
+Sessions choose the sizes of their chunks of digits, so the sessions of one prompt have different numbers of
+trajectories until the end of the run. With `align = "lcm"` the number of optimizer steps depends on the rows. With
+`align = "steps"` it is set by the config.
 
-The same first 20 rounds in float32 with other ranks, cuts, collations and amounts of padding, drawn together
-(`make verify-curves`): gradients differ by less than 1e-5, and where no rounding error flips a sampled token the scores
-are the same. In float64 the weights agree to 1e-9 (`tests/parallel/test_run_invariance.py`).
+`make verify-curves` trains the first 20 rounds in float32 with different numbers of ranks, splits, collations and
+amounts of padding, and draws them together. Gradients differ by less than 1e-5, and the scores are the same unless a
+rounding error changes a sampled token. In float64 the weights agree to 1e-9 (`tests/parallel/test_run_invariance.py`).
 
-![Scores of 20 rounds, cut in five ways](invariance.svg)
+![Scores of 20 rounds, split in five ways](invariance.svg)
 """
 
 
 def draw_curves() -> None:
-    """The runs of CURVES in one panel."""
+    """Draw the runs of CURVES in one panel."""
     curves = {job.name: curve(run(job, RUNS / "curves"), "critic/score/mean") for job in CURVES}
     most = max(max(values) for values in curves.values())
     scaled = {name: [value / most for value in values] for name, values in curves.items()}
-    title = f"Score of 20 rounds in float32, one seed, cut in five ways (1 is {most:.3f})"
+    title = f"Score of 20 rounds in float32, one seed, split in five ways (1 is {most:.3f})"
     (DOCS / "invariance.svg").write_text(draw([Panel("", scaled)], columns=1, title=title, width=640, height=220))
     print(f"written: {DOCS / 'invariance.svg'}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="runs whose name contains this; the page is left as it is")
-    parser.add_argument("--curves", action="store_true", help="20 rounds, cut in several ways, drawn together")
+    parser.add_argument("--only", default="", help="only runs whose name contains this; the page is not written")
+    parser.add_argument("--curves", action="store_true", help="20 rounds, split in several ways, drawn together")
     args = parser.parse_args()
     if args.curves:
         draw_curves()

@@ -1,8 +1,8 @@
-"""A mixture of experts on seeds that nothing was tuned on, and the gap between rollout and training that replay closes.
+"""Train a mixture-of-experts model on seeds that were not used for tuning, and measure the effect of router replay.
 
-    python verification/verify_moe.py    # three runs, about ten minutes on two cores; finished ones are not run again
+    python verification/verify_moe.py    # three runs, about ten minutes on two cores; finished runs are not repeated
 
-Writes docs/verification-experts.md (the tables) and docs/verification-experts.svg from the runs' events and models.
+Writes docs/verification-experts.md and docs/verification-experts.svg from the events and models of the runs.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -28,34 +29,36 @@ SEEDS = (101, 102, 103)
 JOBS = tuple(Job(f"experts, seed {seed}", config="experts", options=("--seed", str(seed))) for seed in SEEDS)
 LOADS = ("actor/experts/load_max", "actor/experts/load_min", "actor/experts/dead")
 HEAD = (
-    "run", "score, first round", "score, last 10 rounds", "exact match, last 10", "rows a round",
-    "busiest expert, last 10", "idlest expert, last 10", "dead experts, last 10", "learnt",
+    "run", "score, first round", "score, last 10 rounds", "exact match, last 10", "rows per round",
+    "most used expert, last 10", "least used expert, last 10", "dead experts, last 10", "learned",
 )  # fmt: skip
-GAP_HEAD = ("model of", "tokens", "mean gap, replay", "mean gap, none", "99 %, replay", "99 %, none", "other experts")
+GAP_HEAD = (
+    "model", "tokens", "mean gap, replay", "mean gap, no replay", "99 %, replay", "99 %, no replay", "other experts",
+)  # fmt: skip
 
 
 def verify() -> bool:
-    """Run them, write the tables and the picture; whether each one learnt."""
+    """Run the jobs, write the tables and the picture, and return whether every run learned."""
     runs = {job.name: Learning.of(run(job, RUNS)) for job in JOBS}
     rows = []
     for name, learning in runs.items():
         loads = [f"{mean(curve(learning.events, load)[-FEW:]):.3g}" for load in LOADS]
-        rows.append((name, *learning.cells, learning.rows_cell, *loads, learning.learnt_cell))
+        rows.append((name, *learning.cells, learning.rows_cell, *loads, learning.learned_cell))
     gaps = [(job.name.split(", ")[1], *measure_gap(job.folder(RUNS)).cells) for job in JOBS]
     table, gap_table = markdown(HEAD, rows), markdown(GAP_HEAD, gaps)
     panels = [learning.panel(name) for name, learning in runs.items()]
     print(table, gap_table, sep="\n\n")
     text = TEXT.format(table=table, gaps=gap_table, start=START, end=END, rounds=len(panels[0].curves["score"]))
     (DOCS / "verification-experts.md").write_text(text)
-    title = "Score and exact match by round: 8 experts, 2 a token, dp 2, router replay and balance loss"
+    title = "Score and exact match by round: 8 experts, 2 per token, dp 2, router replay and balance loss"
     (DOCS / "verification-experts.svg").write_text(draw(panels, columns=3, title=title))
     print(f"written: {DOCS / 'verification-experts.md'}, {DOCS / 'verification-experts.svg'}")
-    return all(learning.has_learnt for learning in runs.values())
+    return all(learning.has_learned for learning in runs.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far log-probs of training are from those of the rollout, and the share of choices that differ."""
+    """Differences between log-probs of training and rollout, and the share of routing choices that differ."""
 
     with_replay: Tensor
     without: Tensor
@@ -63,16 +66,16 @@ class Gap:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Of a table."""
+        """The cells of a table row."""
         ways = (self.with_replay, self.without)
         means, tails = [f"{way.mean():.5f}" for way in ways], [f"{way.quantile(0.99):.4f}" for way in ways]
         return f"{len(self.without):,}", *means, *tails, f"{self.other_experts:.2%}"
 
 
 def measure_gap(folder: Path) -> Gap:
-    """Sample in bfloat16 with the run's model from its last prompts, and compare with a pass in float32."""
+    """Sample in bfloat16 from the last prompts of a run, with its model, and compare with a float32 forward pass."""
     rollout, training = (_model(folder, dtype) for dtype in (torch.bfloat16, torch.float32))
-    training.load_state_dict(rollout.state_dict())  # the rounded weights on both sides
+    training.load_state_dict(rollout.state_dict())  # both models have the rounded weights
     requests = [Request(ids=ids, sampling=Sampling(max_tokens=24), noise=bytes([i % 256, i // 256]))
                 for i, ids in enumerate(_prompts(folder))]  # fmt: skip
     answers = asyncio.run(_generate(LocalEngine(rollout, routers=_routers(rollout)), requests))
@@ -117,14 +120,12 @@ def _routers(model: nn.Module) -> Routers:
 
 
 def _prompts(folder: Path) -> list[list[int]]:
-    """The prompts of the rows that the run has kept."""
+    """The prompts of the rows that are still in the store of the run."""
     with SqliteStore(folder / "rows.db", read_only=True) as store:
-        entries = [row for session in store.list() for row in session.rows]
-        fields = store.get([entry.key for entry in entries], ("input_ids",))
-    ids = [row["input_ids"] for row in fields]
-    return [
-        row[: entry.prompt_tokens].tolist() for entry, row in zip(entries, ids, strict=True) if isinstance(row, Tensor)
-    ]
+        tables = [store.sessions(round) for round in store.rounds()]
+        keys = [key for table in tables for key in table.row_keys(np.arange(len(table.rows)))]
+        rows = store.read(keys, ("input_ids", "response_mask"))
+    return [row["input_ids"][: len(row["input_ids"]) - len(row["response_mask"])].tolist() for row in rows]
 
 
 async def _generate(engine: LocalEngine, requests: list[Request]) -> list[Generation]:
@@ -132,24 +133,25 @@ async def _generate(engine: LocalEngine, requests: list[Request]) -> list[Genera
 
 
 TEXT = """\
-# Verification of experts
+# Verification of mixture-of-experts models
 
-`make verify-moe` trains each of these from scratch and writes this page. The config is `configs/experts.toml`: a tiny
-Qwen3-MoE of 2 layers with 8 experts, 2 of them a token, on the compaction task, dp 2, batch_size 45,
+`make verify-moe` trains each of these runs from scratch and writes this page. The config is `configs/experts.toml`: a
+tiny Qwen3-MoE with 2 layers and 8 experts, 2 of them per token, on the compaction task, dp 2, batch_size 45,
 mini_batch_size 15, rollout.n 8, {rounds} rounds, router replay on, balance_coef 0.01. It was not tuned on these seeds.
-A run has learnt if its first round scores below {start} and its last ten score at least {end} on average.
+
+A run has learned if its first round scores below {start} and its last ten rounds score at least {end} on average.
 
 ![Score and exact match of every run](verification-experts.svg)
 
 {table}
 
-An expert's load is its share of the choices of a step, 1 being a fair one; the busiest and the idlest are those of all
-layers. Dead experts are those that no token of a step goes to.
+The load of an expert is its share of the routing choices of a step; 1 is an equal share. The most and the least used
+expert are taken over all layers. Dead experts receive no token of a step.
 
-What replay is worth: the trained models, rounded to bfloat16, sample in bfloat16 from the prompts of their last round,
-and the same weights compute the log-probs of these tokens in float32, with the recorded experts and with those that
-float32 chooses. A gap is the absolute difference of a token's log-probs; other experts are the share of the recorded
-choices that float32 would not make.
+The second table shows the effect of router replay. The trained models, rounded to bfloat16, sample in bfloat16 from the
+prompts of their last round. The same weights then compute the log-probs of these tokens in float32, once with the
+recorded experts and once with the experts that float32 chooses. The gap is the absolute difference of a token's
+log-probs. "Other experts" is the share of recorded choices that float32 would not make.
 
 {gaps}
 """

@@ -8,7 +8,7 @@ from, too.
 import random
 import re
 
-from raggedright.agents.session import Task
+from raggedright.agents import Task
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps")

@@ -1,8 +1,10 @@
 """Advantages over sessions: one score per session in, one number per session out, broadcast to its rows.
 
 A session counts once, however many rows it emitted, and also when it emitted none. Groups are prompts. A group of one,
-and a group whose scores are equal, gets exactly zero. Everything is float64, in the order of (prompt, session)
-names, so that the order of arrival changes no bit.
+and a group whose scores are equal, gets exactly zero: it has no signal (`prompts_with_signal`). Scores are equal if
+they differ by rounding alone, as 0.3 and 0.1 + 0.2 do: by no more than 2**-48 of the largest of the group (of the batch
+in reinforce++). Everything is float64, in the order of (prompt, session) names, so that the order of arrival changes no
+bit. Scores are divided by a power of two before they are squared, so that advantages are right for all finite scores.
 
     grpo                  (score - group mean) / (group std + eps), or without the std
     rloo                  score - mean of the group's others
@@ -20,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raggedright.arrays import Floats, Ints, Strings
+from raggedright.arrays import ROUNDING, Floats, Ints, Strings, exponents_by
 from raggedright.errors import ConfigError, RowsError
 from raggedright.rows import Rows
 
@@ -63,28 +65,46 @@ class Scores:
 
 
 def session_advantages(scores: Scores, estimator: Estimator, *, std: bool = True, eps: float = 1e-6) -> Floats:
-    """Advantage of each session; `std` and `eps` are grpo's."""
+    """Advantage of each session; `std` and `eps` are grpo's.
+
+    With grpo, rloo and reinforce++-baseline a group of one session, or of equal scores, gets exactly zero.
+    """
     names = {name: i for i, name in enumerate(sorted(set(scores.prompt.tolist())))}
     prompt = np.array([names[name] for name in scores.prompt.tolist()], dtype=np.int64)
     by_name = np.lexsort((scores.session, prompt))
-    group, score = prompt[by_name], scores.score[by_name]
+    group = np.zeros_like(by_name) if estimator == "reinforce++" else prompt[by_name]
+    exponent = exponents_by(group, scores.score[by_name])
+    centred = _centre(np.ldexp(scores.score[by_name], -exponent), group)
     match estimator:
+        case "grpo" if std:
+            sorted_advantages = centred / (_std(centred, group) + np.ldexp(eps, -exponent))
         case "grpo":
-            sorted_advantages = _centre(score, group)
-            if std:
-                sorted_advantages /= _std(sorted_advantages, group) + eps
+            sorted_advantages = _unscale(centred, exponent)
         case "rloo":
             size = np.bincount(group)[group]
-            sorted_advantages = _centre(score, group) * size / np.maximum(size - 1, 1)
-        case "reinforce++":
-            sorted_advantages = _scale_over_batch(_centre(score, np.zeros_like(group)))
-        case "reinforce++-baseline":
-            sorted_advantages = _scale_over_batch(_centre(score, group))  # centred groups have a batch mean of 0
+            sorted_advantages = _unscale(centred * size / np.maximum(size - 1, 1), exponent)
+        case "reinforce++" | "reinforce++-baseline":
+            sorted_advantages = _unit_variance(centred, exponent)  # centred groups have a batch mean of 0
         case _:
             raise ConfigError(f"estimator is {estimator!r}; it takes one of {', '.join(get_args(Estimator))}")
     advantages = np.empty_like(sorted_advantages)
     advantages[by_name] = sorted_advantages
+    for i in np.flatnonzero(np.isinf(advantages)):
+        raise RowsError(
+            f"session {scores.prompt[i]}/{scores.session[i]}: score is {scores.score[i]:.3g}, and its advantage by "
+            f"{estimator} is more than a float64 holds; divide the rewards, or use grpo with std"
+        )
     return advantages
+
+
+def prompts_with_signal(scores: Scores) -> set[str]:
+    """The prompts whose scores differ: in every other group, one of a single session included, advantages are zero."""
+    low: dict[str, float] = {}
+    high: dict[str, float] = {}
+    for prompt, score in zip(scores.prompt.tolist(), scores.score.tolist(), strict=True):
+        low[prompt] = min(score, low.get(prompt, score))
+        high[prompt] = max(score, high.get(prompt, score))
+    return {name for name in low if high[name] - low[name] > ROUNDING * max(abs(low[name]), abs(high[name]))}
 
 
 def broadcast_to_rows(advantages: Floats, scores: Scores, rows: Rows) -> Floats:
@@ -106,13 +126,14 @@ def _names(scores: Scores) -> list[tuple[str, int]]:
 
 
 def _centre(score: Floats, group: Ints) -> Floats:
-    """Scores less their group's mean; exactly zero where all of a group are equal."""
+    """Scores less their group's mean; exactly zero where all of a group are equal up to rounding."""
     size = np.bincount(group)
     centred = score - (np.bincount(group, weights=score) / np.maximum(size, 1))[group]
     low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
     np.minimum.at(low, group, score)
     np.maximum.at(high, group, score)
-    return np.where((low == high)[group], 0.0, centred)
+    equal = high - low <= ROUNDING * np.maximum(np.abs(low), np.abs(high))
+    return np.where(equal[group], 0.0, centred)
 
 
 def _std(centred: Floats, group: Ints) -> Floats:
@@ -120,7 +141,16 @@ def _std(centred: Floats, group: Ints) -> Floats:
     return np.sqrt(np.bincount(group, weights=centred**2) / np.maximum(size - 1, 1))[group]
 
 
-def _scale_over_batch(centred: Floats) -> Floats:
-    """Unit variance over the batch; zeros stay zero."""
-    std = _std(centred, np.zeros(len(centred), dtype=np.int64))
-    return np.divide(centred, std, out=np.zeros_like(centred), where=std > 0)
+def _unit_variance(centred: Floats, exponent: Ints) -> Floats:
+    """Centred scores, each times 2**exponent, with unit variance over the batch; zeros stay zero."""
+    moved = centred != 0
+    if not moved.any():
+        return centred
+    top = (np.frexp(centred)[1] + exponent)[moved].max()
+    centred = np.ldexp(centred, exponent - top)
+    return centred / _std(centred, np.zeros(len(centred), dtype=np.int64))
+
+
+def _unscale(centred: Floats, exponent: Ints) -> Floats:
+    with np.errstate(over="ignore"):
+        return np.ldexp(centred, exponent)

@@ -1,4 +1,9 @@
-"""Array types, and what numpy leaves to its callers: exact integer sums by group, runs, and counting within them."""
+"""Array types, and what numpy leaves to its callers: exact sums by group, means that do not overflow, and runs."""
+
+from collections.abc import Sequence
+from math import copysign, frexp, ldexp
+from operator import mul
+from sys import float_info
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,6 +12,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Strings = NDArray[np.object_]
+
+ROUNDING = 2.0**-48
+"""Scores that differ by no more than this share of the largest differ by rounding alone."""
 
 
 def sum_by(group: Ints, values: Ints, num_groups: int) -> Ints:
@@ -21,6 +29,45 @@ def max_by(group: Ints, values: Ints, num_groups: int) -> Ints:
     largest = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(largest, group, values)
     return largest
+
+
+def exponents_by(group: Ints, values: Floats) -> Ints:
+    """For each value an e with |v| <= 2**e for all v of its group: dividing by 2**e is exact, and squares stay finite.
+
+    It is -1,000 or more, so that 2**-e is finite, too.
+    """
+    largest = np.zeros(group.max(initial=-1) + 1)
+    np.maximum.at(largest, group, np.abs(values))
+    return np.maximum(np.frexp(largest)[1], -1000)[group]
+
+
+def mean_of(values: Sequence[float] | Ints | Floats, counts: Sequence[int] | None = None) -> float:
+    """The mean of finite numbers, each counted so many times; its sum does not overflow."""
+    exponent = _exponent(values)
+    if isinstance(values, np.ndarray):
+        return _times_power(float(np.ldexp(values.astype(np.float64), -exponent).mean()), exponent)
+    scaled = [ldexp(value, -exponent) for value in values]
+    if counts is None:
+        return _times_power(sum(scaled) / len(scaled), exponent)
+    return _times_power(sum(map(mul, scaled, counts)) / sum(counts), exponent)
+
+
+def std_of(values: Floats) -> float:
+    """The standard deviation of a sample of two finite numbers or more; no square overflows."""
+    exponent = _exponent(values)
+    return _times_power(float(np.ldexp(values, -exponent).std(ddof=1)), exponent)
+
+
+def _exponent(values: Sequence[float] | Ints | Floats) -> int:
+    return max(-1000, frexp(float(np.abs(values).max()))[1])
+
+
+def _times_power(value: float, exponent: int) -> float:
+    """value * 2**exponent, or the largest float where that is more than a float holds."""
+    try:
+        return ldexp(value, exponent)
+    except OverflowError:
+        return copysign(float_info.max, value)
 
 
 def offsets(sizes: Ints) -> Ints:

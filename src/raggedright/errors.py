@@ -11,3 +11,8 @@ class ConfigError(RaggedRightError):
 
 class RowsError(RaggedRightError):
     """A row, or the file it came from, is wrong."""
+
+
+def install_hint(extra: str) -> str:
+    """How to install an optional part: raggedright is on no package index, so pip needs a clone."""
+    return f"run pip install '.[{extra}]' in a clone of raggedright"

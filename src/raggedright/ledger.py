@@ -3,7 +3,8 @@
     trained   a loss token of it was in a step that ran
     failed    the session ended without rows: it raised, timed out, returned nothing
     dropped   the config asked for it (over_long = "drop")
-    skipped   it has no loss token, so there is nothing to learn from it
+    skipped   it has no loss token, so there is nothing to learn from it; or it was sampled and then left out of the
+              batch, because its prompt has no signal or the batch was full (dynamic sampling)
 
 Padding rows are counted beside them. `close_ledger` recounts the plan itself, row by row and role by role, and raises
 where the sums do not come out: nothing can vanish between rows and steps.
@@ -54,21 +55,28 @@ class Ledger:
     _real: Rows
     _of_row: Ints  # each a place in _OUTCOMES
     _failed: Mapping[tuple[str, int], str]
+    _left_out: Mapping[Outcome, Rows]
     num_padding_rows: int
 
     @cached_property
     def rows(self) -> Mapping[str, Outcome]:
         """By the row's key."""
         outcomes = zip(self._real.key.tolist(), self._of_row.tolist(), strict=True)
-        return {key: _OUTCOMES[i] for key, i in outcomes}
+        left_out = {key: outcome for outcome, rows in self._left_out.items() for key in rows.key.tolist()}
+        return {key: _OUTCOMES[i] for key, i in outcomes} | left_out
 
     @cached_property
     def sessions(self) -> Mapping[tuple[str, int], Outcome]:
         """By prompt and session; those that failed come last."""
         names = zip(self._real.prompt.tolist(), self._real.session.tolist(), strict=True)
         outcomes = zip(names, self._of_session[self._real.session_index].tolist(), strict=True)
+        left_out = {
+            name: outcome
+            for outcome, rows in self._left_out.items()
+            for name in zip(rows.prompt.tolist(), rows.session.tolist(), strict=True)
+        }
         failed = {session: Outcome("failed", cause) for session, cause in self._failed.items()}
-        return {name: _OUTCOMES[i] for name, i in outcomes} | failed
+        return {name: _OUTCOMES[i] for name, i in outcomes} | left_out | failed
 
     @cached_property
     def _of_session(self) -> Ints:
@@ -89,28 +97,46 @@ class Ledger:
         }
 
     def _count_rows(self) -> list[tuple[Outcome, int]]:
-        return _count(self._of_row, ())
+        return _count(self._of_row, (), {outcome: len(rows) for outcome, rows in self._left_out.items()})
 
     def _count_sessions(self) -> list[tuple[Outcome, int]]:
-        return _count(self._of_session, self._failed.values())
+        left_out = {outcome: rows.num_sessions for outcome, rows in self._left_out.items()}
+        return _count(self._of_session, self._failed.values(), left_out)
 
 
-def close_ledger(plan: Plan, failed: Mapping[tuple[str, int], str] | None = None) -> Ledger:
-    """The ledger of a planned batch; `failed` gives the cause for each (prompt, session) that ended without rows."""
+def close_ledger(
+    plan: Plan,
+    failed: Mapping[tuple[str, int], str] | None = None,
+    skipped: Mapping[str, Rows] | None = None,
+) -> Ledger:
+    """The ledger of a planned batch; `failed` gives the cause for each (prompt, session) that ended without rows.
+
+    `skipped` has, by cause, rows that were sampled and are not in the plan.
+    """
     rows = plan.rows
     real = np.flatnonzero(~rows.is_padding)
     trained = _recount(plan, real)
     dropped = np.zeros(len(rows), dtype=bool)
     dropped[plan.dropped] = True
     of_row = np.where(trained, 0, np.where(dropped, 1, 2))[real]
+    left_out = {Outcome("skipped", cause): some for cause, some in (skipped or {}).items() if len(some)}
     ledger = Ledger(
-        rows if len(real) == len(rows) else rows.take(real), of_row, dict(failed or {}), plan.num_padding_rows
+        rows if len(real) == len(rows) else rows.take(real), of_row, dict(failed or {}), left_out, plan.num_padding_rows
     )
+    _check_left_out(plan, left_out)
     with_rows = {*zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)} if failed else set()
     for session in ledger._failed.keys() & with_rows:
         cause = ledger._failed[session]
         raise RowsError(f"session {session[0]}/{session[1]} failed ({cause}) and yet has rows; leave them out")
     return ledger
+
+
+def _check_left_out(plan: Plan, left_out: Mapping[Outcome, Rows]) -> None:
+    """An error where a row that was left out is planned."""
+    planned = {*plan.rows.key.tolist()} if left_out else set()
+    for outcome, rows in left_out.items():
+        if both := [key for key in rows.key.tolist() if key in planned]:
+            raise LedgerError(f"row {both[0]} is {outcome} and is planned; please report this with the rows")
 
 
 def _recount(plan: Plan, real: Ints) -> Bools:
@@ -139,10 +165,11 @@ def _recount(plan: Plan, real: Ints) -> Bools:
     return trained
 
 
-def _count(outcomes: Ints, failed: Iterable[str]) -> list[tuple[Outcome, int]]:
+def _count(outcomes: Ints, failed: Iterable[str], left_out: Mapping[Outcome, int]) -> list[tuple[Outcome, int]]:
     """How often each outcome is there, `trained` first."""
     counts = zip(_OUTCOMES, np.bincount(outcomes, minlength=len(_OUTCOMES)).tolist(), strict=True)
     found = Counter({outcome: count for outcome, count in counts if count})
+    found.update(left_out)
     found.update(Outcome("failed", cause) for cause in failed)
     return sorted(found.items(), key=lambda item: (item[0] != TRAINED, item[0]))
 

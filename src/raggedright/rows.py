@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from os import PathLike
 from typing import TextIO
 
@@ -20,10 +21,12 @@ from numpy.typing import ArrayLike
 
 from raggedright.arrays import Bools, Ints, Strings, changes
 from raggedright.errors import RowsError
-from raggedright.records import COUNTS, FIELDS, LARGEST, check_record, parse_lines, too_many_loss_tokens
+from raggedright.records import COUNTS, FIELDS, LARGEST, check_records, parse_lines, too_many_loss_tokens
 
 PADDING_GROUP = "<padding>"
 """How the prompts of padding rows begin; where a field has numbers for prompts, those of padding rows are negative."""
+
+CHUNK_ROWS = 500  # rows of a file that are checked together; more of them no longer fit the processor's cache
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -111,18 +114,19 @@ class Rows:
 
     @classmethod
     def _from_named(cls, named: Iterable[tuple[str, object]]) -> "Rows":
-        records = []
-        place: dict[tuple[str, int, int], str] = {}
-        for where, mapping in named:
-            record = check_record(where, mapping)
-            first = place.setdefault(record[:3], where)
-            if first != where:
-                key = "/".join(map(str, record[:3]))
-                raise RowsError(f"{where}: row {key} stands at {first} already; give each trajectory its own number")
-            records.append(record)
-        columns = zip(FIELDS, zip(*records, strict=True) if records else [()] * len(FIELDS), strict=True)
+        columns: list[list[str | int | bool]] = [[] for _ in FIELDS]
+        places: list[str] = []
+        named = iter(named)
+        while chunk := list(islice(named, CHUNK_ROWS)):
+            places += [where for where, _ in chunk]
+            for column, more in zip(columns, check_records(chunk), strict=True):
+                column.extend(more)
         dtypes = {"prompt": object, "is_padding": bool}
-        return cls(**{name: np.array(column, dtype=dtypes.get(name, np.int64)) for name, column in columns})
+        arrays = {n: np.array(c, dtype=dtypes.get(n, np.int64)) for n, c in zip(FIELDS, columns, strict=True)}
+        try:
+            return cls(**arrays)
+        except RowsError as error:
+            raise _with_places(error, columns, places) from None
 
     def to_records(self) -> Iterator[dict[str, str | int | bool]]:
         """One mapping per row; `is_padding` only where it is true."""
@@ -189,6 +193,16 @@ class Rows:
     def __repr__(self) -> str:
         padding = f", {self.is_padding.sum():,} of them padding" if self.is_padding.any() else ""
         return f"Rows({len(self):,} rows{padding}; {self.num_sessions:,} sessions of {self.num_prompts:,} prompts)"
+
+
+def _with_places(error: RowsError, columns: Sequence[Sequence[object]], places: Sequence[str]) -> RowsError:
+    """The error of rows of which two have one key, with the places of both."""
+    first: dict[tuple[object, ...], str] = {}
+    for key, where in zip(zip(*columns[:3], strict=True), places, strict=True):
+        if first.setdefault(key, where) != where:
+            name = "/".join(map(str, key))
+            return RowsError(f"{where}: row {name} stands at {first[key]} already; give each trajectory its own number")
+    return error
 
 
 def _counts(name: str, values: ArrayLike, num_rows: int) -> Ints:

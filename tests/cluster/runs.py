@@ -106,7 +106,7 @@ def wait_held(config: Config, run: threading.Thread, timeout: float = 400.0) -> 
         if store is None and (config.out / "checkpoints" / f"round-{HELD_ROUND - 1:06}").exists():
             name = f"{config.out} {ray.get_runtime_context().get_job_id()}"
             store = TransferQueueStore(run=name, storage_units=config.store.storage_units, attach=True)
-        if store and len(store.list(round=HELD_ROUND, state="finished")) == PROMPTS * SESSIONS // 2:
+        if store and store.rounds().get(HELD_ROUND) == PROMPTS * SESSIONS // 2:
             return
         time.sleep(0.1)
     raise AssertionError(f"{config.out} did not come to its held round in {timeout:g} s")

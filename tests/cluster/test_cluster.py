@@ -28,8 +28,8 @@ def reused(folder: Path) -> list[int]:
     """The sessions of each round that were re-used; an error unless every session of every round counts once."""
     rounds = read_events(folder / "events.jsonl").rounds
     assert [each.round for each in rounds] == list(range(1, ROUNDS + 1))
-    assert {sum(each.session_outcomes.values()) for each in rounds} == {PROMPTS * SESSIONS}
-    return [each.reused_sessions for each in rounds]
+    assert {sum(each.ledger.sessions.values()) for each in rounds} == {PROMPTS * SESSIONS}
+    return [each.ledger.reused_sessions for each in rounds]
 
 
 @pytest.mark.slow

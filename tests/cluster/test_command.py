@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.runs import HELD_ROUND, ROUNDS, make_run
+from integration.test_ports import listening
 from parallel.whole_runs import distance, weights_of
 from raggedright.report.events import read_events
 
@@ -19,9 +21,10 @@ pytestmark = pytest.mark.xdist_group("launch")
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "raggedright", "train", str(folder / "config.toml"), *options]
+    path = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": TESTS, "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"},
+        env={**os.environ, "PYTHONPATH": path, "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -47,6 +50,7 @@ def test_ctrl_c_on_ray_ends_the_run_cleanly_and_the_local_launcher_goes_on_with_
         time.sleep(0.1)
     assert first.exists(), end(process, 0)
     time.sleep(2)  # into the held round
+    assert {address for _, address, _ in listening(process)} <= {"127.0.0.1", "::ffff:127.0.0.1"}
     os.killpg(process.pid, signal.SIGINT)
     out, err = end(process)
     assert process.returncode == 130, err
@@ -60,4 +64,24 @@ def test_ctrl_c_on_ray_ends_the_run_cleanly_and_the_local_launcher_goes_on_with_
     assert "found the checkpoint of round 1" in out
     assert "finished after 3 rounds" in out, err
     assert [each.round for each in read_events(config.out / "events.jsonl").rounds] == [1, 2, 3]
+    assert distance(weights_of(config.out), weights_of(alone)) < 1e-9
+
+
+@pytest.mark.slow
+def test_a_controller_of_ray_that_is_killed_is_started_again_and_costs_no_bit(alone: Path, tmp_path: Path):
+    """Ray Train restarts ranks, but nothing restarts its controller: the run ended with a traceback of Ray's."""
+    config = make_run(tmp_path / "run", {"parallel": {"dp": 2}, "store": {"backend": "sqlite", "keep_rounds": ROUNDS}})
+    process = start(config.out, "--launcher", "ray", "--max-restarts", "1")
+    first, deadline = config.out / "checkpoints" / f"round-{HELD_ROUND - 1:06}", time.monotonic() + 400
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert first.exists(), end(process, 0)
+    below = psutil.Process(process.pid).children(recursive=True)
+    (controller,) = [each for each in below if each.cmdline()[:1] and "TrainController" in each.cmdline()[0]]
+    controller.kill()
+    (config.out / "go").touch()
+    out, err = end(process, 400)
+    assert process.returncode == 0, err
+    assert "Ray's TrainController died; starting the driver again (1 of 1 restarts)" in out
+    assert "found the checkpoint of round 1" in out
     assert distance(weights_of(config.out), weights_of(alone)) < 1e-9

@@ -26,7 +26,7 @@ OTHERS = {
     "pip": "a fresh environment",
     "export": "a shell",
     "python": "tests/verl/test_end_to_end.py",
-    "VERL_USE_EXTERNAL_MODULES=raggedright.integrations.verl": "tests/verl/test_end_to_end.py",
+    "VERL_USE_EXTERNAL_MODULES=raggedright.verl": "tests/verl/test_end_to_end.py",
     "git": "a fresh clone",
 }
 

@@ -4,22 +4,29 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from raggedright.check import run
-from raggedright.check.cases import Case, choices, covering_cases
-from raggedright.check.models import BUILTIN, load_model
+from raggedright.check.cases import Able, Case, choices, covering_cases
+from raggedright.check.models import BUILTIN, CRITICS, load_model
 from raggedright.check.reference import reference_step
 from raggedright.check.run import batch_of, load_case, run_case
 from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.tree import PrefixTrees
 
-OPTIONS = choices(list(BUILTIN), [1, 2, 3, 4], ["float64", "float32"])
-WITH = {"with_critic": ["qwen3", "qwen3-moe"], "with_experts": ["qwen3-moe"], "with_trees": ["qwen3"]}
-CASES = list(dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, **WITH, seed=seed)))
+OPTIONS = choices([*BUILTIN, *CRITICS], [1, 2, 3, 4], ["float64", "float32"])
+ABLE = Able(
+    critic=[*BUILTIN, "mistral"],
+    only_critic=["mistral"],
+    experts=["qwen3-moe"],
+    trees=["qwen3"],
+    recompute=[*BUILTIN, "mistral"],
+)
+CASES = list(dict.fromkeys(case for seed in range(4) for case in covering_cases(OPTIONS, ABLE, seed=seed)))
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +41,25 @@ def test_no_plan_changes_gradient_or_metrics(case: Case):
 
 
 def test_the_cases_cover_every_pair_of_choices_that_means_something():
-    pairs = {pair for case in covering_cases(OPTIONS, **WITH, seed=0) for pair in _pairs(case)}
-    fields = list(OPTIONS)
-    for i, a in enumerate(fields):
-        for b in fields[i + 1 :]:
-            for x in OPTIONS[a]:
-                for y in OPTIONS[b]:
-                    nonsense = {(a, x), (b, y)} & {("loss", "value")} and {a, b} & {"kl", "entropy", "model", "experts"}
-                    dense = (a, x) in (("model", "qwen3"), ("model", "qwen3-vl")) and b == "experts"
-                    text = {a: x, b: y}.get("collate") == "tree"  # and nothing else
-                    more = text and ({a: x, b: y}.get("model", "qwen3"), {a: x, b: y}.get("experts", "natural"))
-                    no_tree = more not in (False, ("qwen3", "natural"))
-                    assert (a, x, b, y) in pairs or nonsense or dense or no_tree, (a, x, b, y)
+    pairs = {pair for case in covering_cases(OPTIONS, ABLE, seed=0) for pair in _pairs(case)}
+    for a, b in combinations(OPTIONS, 2):
+        for x, y in product(OPTIONS[a], OPTIONS[b]):
+            assert (a, x, b, y) in pairs or _is_nonsense({a: x, b: y}), (a, x, b, y)
+
+
+def _is_nonsense(pair: dict[str, object]) -> bool:
+    """What no model or loss has."""
+    loss, model = pair.get("loss"), pair.get("model")
+    routed = pair.get("experts", "natural") != "natural"
+    of_policy = pair.keys() & {"kl", "entropy", "ratios", "dual_clip", "experts"}
+    return (
+        (loss == "value" and bool(of_policy))
+        or (model == "mistral" and (bool(of_policy) or loss is not None))
+        or (pair.get("dual_clip") is True and loss == "reinforce")
+        or (pair.get("collate") == "tree" and (model not in (None, "qwen3") or routed))
+        or (routed and model not in (None, "qwen3-moe"))
+        or (pair.get("passes") == "recomputed" and pair.get("dtype") == "float64")
+    )
 
 
 def _pairs(case: Case) -> set[tuple]:
@@ -152,7 +166,7 @@ def test_a_model_directory_of_ones_own_is_checked_and_json_says_what_was_found(t
     found = json.loads(done.stdout)
     assert len(found["cases"]) == 6
     assert {case["model"] for case in found["cases"]} == {str(tmp_path)}
-    names = {*OPTIONS, "critic", "padding_rows", "rel_error", "metric_drift"}
+    names = {*OPTIONS, "critic", "padding_rows", "rel_error", "metric_drift", "tolerance"}
     assert all(names <= case.keys() for case in found["cases"])
     assert found["max_rel_error"] == max(case["rel_error"] for case in found["cases"]) <= 1e-10
     assert found["max_metric_drift"] <= 1e-10
@@ -161,7 +175,7 @@ def test_a_model_directory_of_ones_own_is_checked_and_json_says_what_was_found(t
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [
-        (("--model", "no-such-model"), 1, "--model no-such-model: not one of qwen3, qwen3-moe, qwen3-vl"),
+        (("--model", "no-such-model"), 1, "--model no-such-model: not one of qwen3, qwen3-moe, qwen3-vl, mistral"),
         (("--dp", "0"), 2, "'0' is not a list of whole numbers of at least 1"),
         (("--dtype", "int8"), 2, "invalid choice: 'int8'"),
     ],

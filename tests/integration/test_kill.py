@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_a_dozen_times_learns_and_counts_every_session_once
     assert process.wait(timeout=RUN_SECONDS) == 0, (tmp_path / "out.log").read_text()[-3000:]
     events = read_events(folder / "events.jsonl")
     assert [round.round for round in events.rounds] == list(range(1, ROUNDS + 1))
-    assert {sum(round.session_outcomes.values()) for round in events.rounds} == {360}
+    assert {sum(round.ledger.sessions.values()) for round in events.rounds} == {360}
     assert {round.optimizer_steps for round in events.rounds} == {3}
     for rows in events.rows:
         first = rows.round * 45

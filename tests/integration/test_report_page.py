@@ -26,6 +26,7 @@ f.onload = () => {
   const colour = getComputedStyle(page.body).backgroundColor;
   answer.textContent = JSON.stringify({width, scroll: page.documentElement.scrollWidth, out, colour,
     plots: page.querySelectorAll(".plot").length, plans: page.querySelectorAll("svg.plan").length,
+    cut: [...page.querySelectorAll(".wide")].filter(e => e.scrollWidth > e.clientWidth + 1).length,
     scripts: page.scripts.length, policy: page.querySelector("meta[http-equiv]").content});
 };
 </script>"""
@@ -58,11 +59,12 @@ def page(tmp_path_factory) -> Path:
     return write_report(write_run(tmp_path_factory.mktemp("run"), rounds=40))
 
 
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("width", [390, 1280, 1600])
 def test_the_page_fits_narrow_and_wide_windows(tmp_path, page, width):
     answer = ask(tmp_path, page, width)
     assert answer["scroll"] <= answer["width"] <= width
     assert answer["out"] == []
+    assert answer["cut"] == 0  # the grid of a round is whole
     assert (answer["plots"], answer["plans"], answer["scripts"]) == (14, 2, 0)
     assert answer["policy"].startswith("default-src 'none'; style-src 'unsafe-inline'")
 

@@ -14,9 +14,14 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from raggedright.agents.session import Session, Task
 from raggedright.config import load_config
+from raggedright.rollout.protocol import Sampling
 from raggedright.store.sqlite import SqliteStore
-from raggedright.train.round import ROW_FIELDS
+from recorded import recorded_sessions
+from unit.agents.scripted import ScriptEngine, causes, rows, tasks_of
+from unit.agents.scripted import run as run_sessions
+from unit.agents.test_agents_chat import CALL, RESULTS, SYSTEM, TEMPLATE, TOOL, USER
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "smollm2.toml"
@@ -74,15 +79,13 @@ class Row(NamedTuple):
 def rows_of(folder: Path) -> list[Row]:
     """The round's rows; each session has one."""
     with SqliteStore(folder / "rows.db", read_only=True) as store:
-        sessions = store.list(round=1)
-        fields = store.get([session.rows[0].key for session in sessions], ROW_FIELDS)
+        sessions = recorded_sessions(store, 1)
     rows = []
-    for session, row in zip(sessions, fields, strict=True):
-        ids, log_probs = row["input_ids"], row["rollout_log_probs"]
-        assert isinstance(ids, torch.Tensor)
-        assert isinstance(log_probs, torch.Tensor)
+    for session in sessions:
+        (row,) = session.trajectories
         assert session.score is not None
-        rows.append(Row(session.key.prompt, session.score, ids.tolist(), session.rows[0].prompt_tokens, log_probs))
+        log_probs = torch.from_numpy(row.rollout_log_probs)
+        rows.append(Row(session.key.prompt, session.score, row.input_ids.tolist(), row.prompt_tokens, log_probs))
     return rows
 
 
@@ -149,3 +152,43 @@ def test_the_export_has_the_trainers_weights_and_has_learnt_from_the_round(run: 
     assert gain > 0
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.chat_template
+
+
+def test_a_chat_with_tools_has_the_tokens_of_the_template_and_those_that_were_sampled(model_folder: Path) -> None:
+    """Its own template knows no tools, and says so; with one that does, the row is the template's text, as sampled."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+
+    async def agent(task: Task, session: Session) -> float:
+        chat = session.trajectory([SYSTEM, {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}])
+        await chat.generate()
+        chat.observe([USER])
+        session.tokenizer.chat_template = TEMPLATE
+        chat = session.trajectory([SYSTEM, USER], tools=[TOOL], chat_template_kwargs={"enable_thinking": True})
+        await chat.generate()
+        chat.observe(RESULTS)
+        return 1.0
+
+    async def lists_tools(task: Task, session: Session) -> float:
+        session.trajectory([USER], tools=[TOOL])
+        return 1.0
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    sampled = [token for letter in CALL for token in ids(letter)]  # as no tokenizer would encode it
+    options = {"sampling": Sampling(max_tokens=200, stop_ids=frozenset([tokenizer.eos_token_id])), "timeout": 60.0}
+    options |= {"tokenizer": tokenizer, "max_row_tokens": 2_000}
+    refused = run_sessions(lists_tools, [(tasks_of("p")[0], 0)], **options)
+    assert "1 tools are given and the tokenizer's chat template lists none" in causes(refused)["p", 0, 0]
+    engine = ScriptEngine([*ids("Yes."), tokenizer.eos_token_id], [*sampled, tokenizer.eos_token_id])
+    talk = [SYSTEM, USER, {"role": "assistant", "content": "Yes."}, USER]
+    plain = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+    store = run_sessions(agent, [(tasks_of("p")[0], 0)], engine=engine, **options)
+    assert not causes(store)
+    first, second = rows(store)
+    assert first["input_ids"] == ids(str(plain))
+    talk = [SYSTEM, USER, {"role": "assistant", "content": CALL}, *RESULTS]
+    whole = tokenizer.apply_chat_template(talk, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(second["input_ids"]) == whole
+    at = second["response_mask"].index(0)
+    assert second["input_ids"][-len(second["response_mask"]) :][: at - 1] == sampled

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ SMALL: dict[str, dict[str, object]] = {
 }
 
 
-def start(folder: Path, agent: str, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, agent: str, *options: str, output: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """A run of an agent of `train_agents`, in a process group of its own, in folder/run."""
     folder.mkdir(exist_ok=True)
     file = folder / "config" / "config.toml"
@@ -30,9 +31,14 @@ def start(folder: Path, agent: str, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "raggedright", "train", str(file), "--out", str(folder / "run"), *options]
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "TASKS_FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    return subprocess.Popen(command, stdout=output, stderr=output, text=True, env=environment, start_new_session=True)
+
+
+def wait_for(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Until a session of the agent `waits` is in its second round."""
+    deadline = time.monotonic() + 200
+    while not (folder / "waiting").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
 
 
 def run(folder: Path, agent: str, *options: str) -> tuple[int, str, str]:
@@ -53,7 +59,7 @@ def events_of(folder: Path, kind: str) -> list[dict]:
 @pytest.mark.xdist_group("launch")
 def test_a_run_on_two_ranks_ends_with_the_reports_path_and_all_files(tmp_path: Path):
     code, out, err = run(
-        tmp_path, "healthy", "--parallel.dp", "2", "--eval.every", "2", "--logging.tensorboard", "true"
+        tmp_path, "healthy", "--parallel.dp", "2", "--eval.every", "2", "--logging.trackers", '["tensorboard"]'
     )
     assert code == 0, err
     report = tmp_path / "run" / "report.html"
@@ -119,9 +125,7 @@ def test_a_zoo_of_misbehaving_agents_does_not_stop_the_run_and_the_ledger_names_
 @pytest.mark.xdist_group("launch")
 def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
     process = start(tmp_path, "waits", "--parallel.dp", "2", "--rollout.timeout", "600")
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
+    wait_for(tmp_path, process)
     os.killpg(process.pid, signal.SIGINT)
     try:
         out, err = process.communicate(timeout=120)
@@ -130,9 +134,56 @@ def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, err
     assert "interrupted after 1 round" in out
-    assert ": events of 1 round, the checkpoint of round 1, the model; the same command goes on" in out
+    assert ": events of 1 round, the checkpoint of round 1, the model; run the same command again to resume" in out
     assert events_of(tmp_path, "end")[0]["reason"] == "interrupted"
     assert "Traceback" not in err
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_agent_that_hangs_in_a_thread_does_not_keep_a_finished_run_from_ending(tmp_path: Path, dp: int):
+    code, out, err = run(tmp_path, "hangs_in_a_thread", "--parallel.dp", str(dp))
+    assert code == 0, err
+    ended = datetime.fromisoformat(events_of(tmp_path, "end")[0]["time"]).timestamp()
+    assert (tmp_path / "run" / "report.html").stat().st_mtime - ended < 60
+    assert "8 failed" in out
+
+
+def test_an_agent_that_changes_the_working_folder_does_not_lose_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    process = start(tmp_path / "there", "changes_folder", "--out", "run", "--checkpoint.every", "1")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    run_folder = tmp_path / "here" / "run"
+    assert {"checkpoints", "events.jsonl", "model", "report.html"} <= {path.name for path in run_folder.iterdir()}
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"config"}
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_run_whose_terminal_is_closed_keeps_a_checkpoint_and_writes_its_report(tmp_path: Path, dp: int):
+    terminal, output = os.openpty()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by the run
+    try:
+        process = start(tmp_path, "waits", "--parallel.dp", str(dp), "--rollout.timeout", "600", output=output)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.close(output)
+    wait_for(tmp_path, process)
+    os.close(terminal)
+    process.send_signal(signal.SIGHUP)
+    try:
+        assert process.wait(timeout=120) == 130
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert events_of(tmp_path, "end")[0]["reason"] == "interrupted"
+    assert (tmp_path / "run" / "checkpoints" / "round-000001").is_dir()
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.xdist_group("launch")
@@ -140,8 +191,20 @@ def test_ctrl_c_ends_the_run_cleanly_and_says_what_was_kept(tmp_path: Path):
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path):
     code, out, err = run(tmp_path, "dies", "--parallel.dp", "2")
     assert code == 1
-    assert "raggedright: rank 1" in err
+    assert "raggedright: rank 1 ended with exit code 7 and reported no error" in err
+    assert "rank-1.log; run the same command again to resume" in err
+    assert "Traceback" not in err  # of the other rank, which waited for it
     assert "after 1 round" in out
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.slow
+def test_what_a_killed_rank_has_started_is_ended_too(tmp_path: Path):
+    code, _, err = run(tmp_path, "dies_with_children", "--parallel.dp", "2")
+    assert code == 1
+    assert "rank 1 was killed by SIGKILL" in err
+    status = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"  # ended, if nobody has waited for it
 
 
 @pytest.mark.xdist_group("launch")
@@ -175,9 +238,7 @@ def test_a_dry_run_prints_the_resolved_config_and_a_plan_and_starts_nothing(tmp_
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_ranks_along_and_two_runs_cannot_share_a_folder(tmp_path: Path):
     process = start(tmp_path, "waits", "--parallel.dp", "2", "--rollout.timeout", "600")
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
+    wait_for(tmp_path, process)
     code, _, err = run(tmp_path, "waits")
     assert code == 1
     assert "is being trained in by another process" in err
@@ -189,3 +250,33 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along_and_two_runs_cannot_sha
         time.sleep(0.1)
     assert len(ranks) >= 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_run_with_more_padding_than_rows_says_so_once(tmp_path: Path):
+    code, out, err = run(tmp_path, "healthy", "--train.rounds", "2", "--train.micro_batch_multiple", "150")
+    assert code == 0, err
+    (warning,) = events_of(tmp_path, "warning")
+    assert (warning["kind"], warning["round"]) == ("plan", 1)
+    assert "micro_batch_multiple 150" in warning["text"]
+    assert out.count("padding rows for") == 1
+    assert warning["text"] in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_a_run_whose_scores_are_all_equal_says_that_it_learned_nothing(tmp_path: Path, rounds: int):
+    """After three rounds, or at the end of a shorter run: in the console, the events and the top of the report."""
+    options = ("--algorithm.entropy_coef", "0", "--logging.no_gradient_rounds", "3")
+    code, out, err = run(tmp_path, "constant", "--train.rounds", str(rounds), *options)
+    assert code == 0, err
+    warnings = events_of(tmp_path, "warning")
+    assert [(event["first_round"], event["round"]) for event in warnings] == (
+        [(1, 2)] if rounds == 2 else [(1, 3), (1, 5)]
+    )
+    last = warnings[-1]["text"]
+    assert last.startswith(f"rounds 1 to {rounds} had no gradient")
+    assert "every finished session scored 0" in last
+    assert f"warning: {last}" in out
+    assert last in (tmp_path / "run" / "report.html").read_text()
+    assert {event["metrics"]["actor/grad_norm"] for event in events_of(tmp_path, "round")} == {0.0}
+    assert {event["metrics"]["prompts/no_signal_ratio"] for event in events_of(tmp_path, "round")} == {1.0}
+    assert "no signal 100%" in out

@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import signal
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from raggedright.agents.session import Session, Task
+from raggedright.agents import Session, Task
 
 
 async def healthy(task: Task, session: Session) -> float:
@@ -15,6 +18,12 @@ async def healthy(task: Task, session: Session) -> float:
         reply = await session.trajectory("m37=").generate(max_tokens=2)
         good += sum(token % 2 for token in reply.ids)
     return good / 4
+
+
+async def constant(task: Task, session: Session) -> float:
+    """Every session has the same score, so that there is nothing to learn."""
+    await session.trajectory("m37=").generate(max_tokens=2)
+    return 0.0
 
 
 async def raises(task: Task, session: Session) -> float:
@@ -77,10 +86,33 @@ async def waits(task: Task, session: Session) -> float:
     return await healthy(task, session)
 
 
+async def changes_folder(task: Task, session: Session) -> float:
+    """Goes to the task's folder and stays there."""
+    os.chdir(str(task.data["folder"]))
+    return await healthy(task, session)
+
+
+async def hangs_in_a_thread(task: Task, session: Session) -> float:
+    """Its last session hangs where no cancellation reaches it."""
+    score = await healthy(task, session)
+    if session.key.round == 3 and session.key.session == 3:
+        await asyncio.to_thread(time.sleep, 600)
+    return score
+
+
 async def dies(task: Task, session: Session) -> float:
     """Takes the process with it, on the second rank."""
     if os.environ.get("RANK") == "1" and session.key.round == 2:
         os._exit(7)
+    return await healthy(task, session)
+
+
+async def dies_with_children(task: Task, session: Session) -> float:
+    """Starts a process that outlives the rank, which is killed."""
+    if os.environ.get("RANK") == "1" and session.key.round == 2:
+        child = await asyncio.create_subprocess_exec("sleep", "1000")
+        Path(str(task.data["folder"]), "child").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
     return await healthy(task, session)
 
 
@@ -91,6 +123,20 @@ async def dies_once(task: Task, session: Session) -> float:
         died.touch()
         os._exit(7)
     return await healthy(task, session)
+
+
+STARTED: Counter[int] = Counter()  # sessions of this process, by round
+
+
+async def killed_once(task: Task, session: Session) -> float:
+    """Half of the prompts have one score; the second rank is killed once, in the second wave of round 2."""
+    died = Path(str(task.data["folder"]), "died")
+    STARTED[session.key.round] += 1
+    if os.environ.get("RANK") == "1" and STARTED[2] > 16 and not died.exists():  # its half of 8 prompts, 4 sessions
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    score = await healthy(task, session)
+    return score if int(task.uid) % 2 else 0.5
 
 
 def tasks(index: int, seed: int) -> dict[str, object]:

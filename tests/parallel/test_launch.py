@@ -1,35 +1,40 @@
-"""The launcher itself: bounded in time, and every rank has its last words."""
+"""The launcher of the parallel tests: which failures it repeats, and which it reports at once."""
+
+import os
+import signal
+from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-from parallel.launch import RanksFailedError, launch, limit
-from raggedright.tensors.parallel import shard
+from parallel.launch import NativeCrashError, RanksFailedError, launch
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
 
-def test_a_rank_that_runs_one_micro_batch_less_is_found_out_in_time() -> None:
-    """FSDP2 on gloo hangs with unequal counts: the reason why a plan gives every rank the same number."""
-    with pytest.raises(RanksFailedError, match=r"rank 0 ended with [^0]") as failure:
-        launch("parallel.test_launch:run_unequal_counts", 2, timeout=120)
-    assert "rank 1 ended with" in str(failure.value)
-    assert "2 ran" in str(failure.value)
-    assert "in barrier" in str(failure.value)
-    assert "all counts ran" not in str(failure.value)
+def crash(data: dict) -> int:
+    """Abort in the first `crashes` launches; count launches in a file."""
+    count = Path(data["folder"]) / f"launches-{os.environ.get('RANK', 'x')}"
+    launches = len(count.read_text()) + 1 if count.exists() else 1
+    count.write_text("x" * launches)
+    if launches <= data["crashes"]:
+        os.kill(os.getpid(), signal.SIGABRT)
+    return launches
 
 
-def run_unequal_counts(_data: None) -> None:
-    """The target: one micro-batch each, and then two on rank 1 and three on rank 0."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model._no_split_modules = ["Linear"]  # pyright: ignore[reportArgumentType]
-    shard(model)
-    for num_micro_batches in (1, 3 - dist.get_rank()):
-        for _ in range(num_micro_batches):
-            model(torch.ones(2, 4)).sum().backward()
-        print(f"{num_micro_batches} ran", flush=True)
-        limit(4)  # all that is imported at first use is there now
-        dist.barrier()
-    print("all counts ran", flush=True)
+def fail(_data: object) -> None:
+    """Fail with an ordinary exception."""
+    raise ValueError("7 is not 8")
+
+
+def test_a_native_crash_is_repeated_once(tmp_path: Path) -> None:
+    assert launch("parallel.test_launch:crash", 1, {"folder": str(tmp_path), "crashes": 1}) == [2]
+
+
+def test_a_second_native_crash_fails_with_the_stack(tmp_path: Path) -> None:
+    with pytest.raises(NativeCrashError, match="in crash"):
+        launch("parallel.test_launch:crash", 1, {"folder": str(tmp_path), "crashes": 2})
+
+
+def test_an_exception_is_not_repeated() -> None:
+    with pytest.raises(RanksFailedError, match="7 is not 8"):
+        launch("parallel.test_launch:fail", 1)

@@ -18,6 +18,7 @@ from raggedright.store.sqlite import SqliteStore
 from raggedright.train import loop
 from raggedright.train.checkpoint import last_checkpoint
 from raggedright.train.world import TrainError, World
+from recorded import recorded_sessions
 
 ALONE = World(0, 1, torch.device("cpu"))
 LONG: dict[str, dict[str, object]] = {
@@ -111,9 +112,9 @@ def test_a_run_with_experts_goes_on_and_replays_what_was_recorded_before_the_cra
     train_one(whole, ALONE)
     train_until(monkeypatch, cut, 2, crash=True)
     with SqliteStore(cut / "rows.db") as store:
-        keys = [row.key for session in store.list(round=2) for row in session.rows]
-        recorded = store.get(keys, ("routed_experts",))
-    assert all(isinstance(row["routed_experts"], torch.Tensor) for row in recorded)
+        rows = [row for session in recorded_sessions(store, 2) for row in session.trajectories]
+    assert rows
+    assert all("routed_experts" in row.extra for row in rows)
     train_one(cut, ALONE)
     assert distance(weights_of(cut), weights_of(whole)) == 0
     assert rollouts_of(cut) == rollouts_of(whole)

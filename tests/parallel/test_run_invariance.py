@@ -1,7 +1,9 @@
 """The whole run does not depend on how it is cut: the same rollouts and weights for any ranks, cuts and padding.
 
 Every run below is the real trainer, from agents to the saved model. In float64, weights after two optimizer epochs
-over round 1 agree to 1e-9; in float32, where AdamW's first steps are sign-like, gradients do to 1e-5.
+over round 1 agree to 1e-9; in float32, where AdamW's first steps are sign-like, gradients do to 1e-5. With trees, whose
+shared prefixes add up before the model's own casts to float32, gradients agree to 1e-6 in float64 and weights to 1e-4;
+where nothing is cast, weights agree to 1e-12.
 """
 
 import json
@@ -23,6 +25,7 @@ from parallel.whole_runs import (
     weights_of,
     write_run,
 )
+from raggedright.check.models import _Double
 from raggedright.check.run import relative_error
 from raggedright.train.world import World
 
@@ -39,14 +42,27 @@ CASES: dict[str, Changes] = {  # the first in every variant, the others in those
     "kl in the loss": {"reference": {"kl": "loss", "coef": 0.1}, "algorithm": {"policy_loss": "gspo"}},
     "experts replayed": {**EXPERTS, "reference": {"kl": "loss", "coef": 0.1}},
     "experts balanced": {**EXPERTS, "experts": {"balance_coef": 0.1}},
+    "temperatures": {
+        "agent": {"name": "parallel.whole_runs:vary"},
+        "rollout": {"temperature": 0.8},
+        "reference": {"kl": "loss", "coef": 0.1},
+    },
+    "dynamic sampling": {
+        "agent": {"name": "parallel.whole_runs:sparse"},
+        "rollout": {"dynamic_sampling": True},
+        "train": {"rounds": 2, "epochs": 1},
+        "checkpoint": {"every": 1, "keep": 2},
+        "store": {"keep_rounds": 2},
+    },
     "images": {**IMAGES, "train": {"align": "lcm"}},
     "images and experts": {**IMAGES_AND_EXPERTS, "experts": {"balance_coef": 0.1}},
     "images, critic and kl": {**IMAGES, **GAE, "reference": {"kl": "loss", "coef": 0.1}},
 }
 ONE_RANK: dict[str, Changes] = {
     "rows alone": {"train": {"micro_batch_rows": 1}},
-    "small packs": {"train": {"micro_batch_tokens": 24}},
+    "small packs": {"train": {"micro_batch_tokens": 27}},
     "rectangles": {"train": {"micro_batch_rows": 5, "collate": "padded"}},
+    "trees": {"train": {"micro_batch_tokens": 48, "collate": "tree"}},
 }
 TWO_RANKS: dict[str, Changes] = {
     "two ranks": {"parallel": {"dp": 2}},
@@ -55,6 +71,7 @@ TWO_RANKS: dict[str, Changes] = {
         "parallel": {"dp": 2},
         "train": {"micro_batch_rows": 3, "micro_batch_multiple": 24, "min_row_tokens": 11},
     },
+    "two ranks, trees": {"parallel": {"dp": 2}, "train": {"collate": "tree"}},
 }
 THREE_RANKS: dict[str, Changes] = {
     "three ranks": {"parallel": {"dp": 3}},
@@ -64,7 +81,7 @@ FLOAT32: Changes = {"model": {"dtype": "float32"}}
 SHARDED: dict[str, Changes] = {"two ranks, sharded": {"parallel": {"dp": 2, "shard": "fsdp2"}}}
 
 EVERY = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *SHARDED]
-FEW = ["small packs", "two ranks, much padding", "three ranks"]
+FEW = ["small packs", "two ranks, much padding", "two ranks, trees", "three ranks"]
 SOME = {  # dearer than the others
     "images": ["small packs", "rectangles", "two ranks, much padding", "three ranks, small packs", *SHARDED],
     "images and experts": ["rectangles", "two ranks, much padding"],
@@ -108,10 +125,12 @@ def train_runs(root: Path, pairs: Pairs, *more: Changes) -> None:
 
 
 def check_same(root: Path, case: str, variant: str) -> None:
-    """The variant's rollouts, and its weights to 1e-9, are those of one rank."""
+    """The variant's rollouts, and its weights to 1e-9 (trees: see above), are those of one rank."""
     alone, other = root / case / "one rank", root / case / variant
     assert rollouts_of(other) == rollouts_of(alone)
-    assert distance(weights_of(other), weights_of(alone)) < 1e-9
+    if variant.endswith("trees"):
+        assert relative_error(gradient_of(other), gradient_of(alone)) < 1e-6
+    assert distance(weights_of(other), weights_of(alone)) < (1e-4 if variant.endswith("trees") else 1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +144,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("case", "variant"), PAIRS)
 def test_rollouts_and_weights_are_those_of_one_rank(runs: Path, case: str, variant: str):
     check_same(runs, case, variant)
+
+
+@pytest.mark.parametrize("case", ["steps token-mean", "lcm session-mean", "critic", "temperatures"])
+def test_weights_of_trees_agree_to_1e_12_where_the_model_casts_nothing(tmp_path: Path, case: str):
+    """A shared prefix adds up its gradient before a cast to float32, rows one by one after it: only that differs."""
+    weights = []
+    for variant in ({}, ONE_RANK["trees"]):
+        folder = write_run(tmp_path / str(len(weights)), merge(CASES[case], variant))
+        with _Double():
+            train_one(folder, World(0, 1, torch.device("cpu")))
+        weights.append(weights_of(folder))
+    assert distance(*weights) < 1e-12
 
 
 @pytest.mark.slow
@@ -148,7 +179,7 @@ def test_the_runs_that_are_compared_trained_and_differ_between_cases(runs: Path)
     weights = [weights_of(runs / case / "one rank") for case in CASES if not case.startswith("images")]
     assert all(first_norm(runs / case / "one rank") > 1e-3 for case in CASES)
     pairs = [(one, other) for i, one in enumerate(weights) for other in weights[:i] if one.keys() == other.keys()]
-    assert len(pairs) == 22  # 7 dense models, 2 with experts
+    assert len(pairs) == 37  # 9 dense models, 2 with experts
     assert all(distance(one, other) > 1e-6 for one, other in pairs)
 
 
@@ -183,3 +214,30 @@ def test_the_vision_tower_trains(runs: Path):
     tower = {name: grad.norm().item() for name, grad in gradient.items() if ".visual." in name}
     assert len(tower) > 20
     assert min(tower.values()) > 0
+
+
+SIGNAL = (
+    "critic/score/std", "prompts/no_signal_ratio", "prompts/sampled", "response_length/clip_ratio",
+    "sessions/failed_ratio", "rows/no_loss_ratio",
+)  # fmt: skip
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("variant", FEW)
+def test_with_dynamic_sampling_prompts_ledger_and_metrics_are_those_of_one_rank(runs: Path, variant: str):
+    """Both rounds: the second one's prompts depend on how many the first one drew."""
+    alone, other = (_rounds(runs / "dynamic sampling" / name) for name in ("one rank", variant))
+    for one, two in zip(alone, other, strict=True):
+        assert [two["metrics"][name] for name in SIGNAL] == [one["metrics"][name] for name in SIGNAL]
+        assert two["ledger"]["sessions"] == one["ledger"]["sessions"]
+        assert two["ledger"]["rows"] == one["ledger"]["rows"]
+        assert two["optimizer_steps"] == 2
+        sessions = one["ledger"]["sessions"]
+        assert sessions["skipped (no signal)"] > 0
+        assert sum(sessions.values()) == 4 * one["metrics"]["prompts/sampled"] == one["sessions"]
+        assert one["metrics"]["prompts/sampled"] > 6
+
+
+def _rounds(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "round"]

@@ -121,3 +121,15 @@ def test_a_run_in_the_readers_hands_names_every_metric_of_the_contract(plain: Pa
     ):  # fmt: skip
         assert name in metrics
     assert abs(metrics["rollout_corr/kl"]) < 1e-7  # training sees the rollout's own distribution
+
+
+@pytest.mark.parametrize("collate", ["packed", "padded", "tree"])
+def test_tokens_are_trained_at_the_temperature_they_were_sampled_with(tmp_path: Path, collate: str):
+    """Log-probs that training computes are those of the rollout, which float32 rounds; at one temperature for all
+    tokens they would be apart by far more."""
+    agent: Changes = {"agent": {"name": "parallel.whole_runs:vary"}, "rollout": {"temperature": 0.8}}
+    run = trained(tmp_path / "run", agent, {"train": {"collate": collate, "epochs": 1}})
+    metrics = rounds_of(run)[0]["metrics"]
+    assert 0 <= metrics["rollout_corr/k3_kl"] < 1e-12
+    assert metrics["rollout_corr/log_ppl_abs_diff"] < 1e-6
+    assert metrics["actor/grad_norm"] > 1e-3

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -18,10 +17,10 @@ from raggedright.agents.tiles import END, START, paint
 from raggedright.agents.tiles import SYMBOLS as TILE_SYMBOLS
 from raggedright.config import dump_config, load_config
 from raggedright.config.load import make_config
+from raggedright.sessions import TOKEN_FIELDS
 from raggedright.store.sqlite import SqliteStore
 from raggedright.train.loop import train
 from raggedright.train.optimizer import Learner
-from raggedright.train.round import ROW_FIELDS
 from raggedright.train.world import World
 
 BASE: dict[str, Any] = {
@@ -49,7 +48,7 @@ BASE: dict[str, Any] = {
     "train": {"rounds": 1, "batch_size": 6, "mini_batch_size": 3, "epochs": 2},
     "algorithm": {"entropy_coef": 0.1},
     "optimizer": {"lr": 3e-3},
-    "logging": {"tensorboard": False},
+    "logging": {"trackers": []},
 }
 IMAGES: dict[str, dict[str, object]] = {
     "model": {
@@ -115,6 +114,30 @@ async def wander(task: Task, session: Session) -> float:
     return good / 4
 
 
+async def vary(task: Task, session: Session) -> float:
+    """Two trajectories: one whose turns have temperatures of their own, greedy ones among them, and a plain one."""
+    good, prompt = 0, "".join(map(str, digits_of(task))) + "="
+    for own in (True, False) if session.random.random() < 0.8 else (False,):
+        trajectory = session.trajectory(f"m{prompt}" if own else prompt)
+        for temperature in (None, 0.5, 0, 1.7):
+            reply = await trajectory.generate(max_tokens=2, temperature=temperature if own else None)
+            good += sum(token % 3 == 0 for token in reply.ids)
+    return good / 4
+
+
+async def sparse(task: Task, session: Session) -> float:
+    """As `wander`, but four prompts of seven have one score in all their sessions, and some first sessions fail."""
+    if int(task.uid) % 11 == 0 and session.key.session == 0:
+        raise ValueError("no luck")
+    score = await wander(task, session)
+    return score if int(task.uid) % 7 in (0, 3, 5) else 0.25
+
+
+async def spread(task: Task, session: Session) -> float:
+    """As `wander`, but that no two sessions of a prompt have the same score."""
+    return await wander(task, session) + session.key.session / 1000
+
+
 def write_run(folder: Path, *changes: dict[str, dict[str, object]]) -> Path:
     """A run folder with a config, the base one with changes."""
     values: dict[str, object] = {**BASE, "out": str(folder)}
@@ -129,10 +152,10 @@ def write_run(folder: Path, *changes: dict[str, dict[str, object]]) -> Path:
 
 
 def train_all(folders: list[str]) -> None:
-    """Train each run in these ranks, in turn; every second one without the memory that they share."""
-    world = World.of_group(torch.device("cpu"), timedelta(minutes=5))
-    for number, folder in enumerate(folders):
-        train_one(Path(folder), replace(world, shared=None) if number % 2 else world)
+    """Train each run in these ranks, in turn."""
+    world = World.of_group(torch.device("cpu"))
+    for folder in folders:
+        train_one(Path(folder), world)
 
 
 def train_one(folder: Path, world: World) -> None:
@@ -174,12 +197,10 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def rollouts_of(folder: Path) -> dict[str, list[list[float]]]:
     """Token ids and masks of round 1's rows, by key."""
     with SqliteStore(folder / "rows.db") as store:
-        keys = [row.key for session in store.list(round=1) for row in session.rows]
-        rows = store.get(keys, ROW_FIELDS)
-    return {
-        str(key): [value.tolist() for name in ROW_FIELDS[:2] if isinstance(value := row[name], torch.Tensor)]
-        for key, row in zip(keys, rows, strict=True)
-    }
+        table = store.sessions(1)
+        keys = table.row_keys(np.arange(len(table.rows)))
+        rows = store.read(keys, TOKEN_FIELDS[:2])
+    return {str(key): [row[name].tolist() for name in TOKEN_FIELDS[:2]] for key, row in zip(keys, rows, strict=True)}
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -2,7 +2,7 @@
 
 STORE is a SQLite store's file, or `queue ADDRESS RUN`.
 
-A writer logs a session, durably, before it begins to put it and once put has returned. What a session holds follows
+A writer logs a session, durably, once append has returned. What a session holds follows
 from its key, so that whoever looks afterwards can compare every bit.
 """
 
@@ -14,28 +14,28 @@ import sys
 from pathlib import Path
 from time import sleep
 
-import torch
+import numpy as np
 
-from raggedright.store.protocol import Key, NewRow, SessionKey, Store
+from raggedright.sessions import Session, SessionKey, Trajectory
+from raggedright.store.protocol import Store
 from raggedright.store.sqlite import SqliteStore
 from store.values import same
 
-FIELDS = ["input_ids", "rollout_log_probs", "media"]
 
-
-def rows_like(session: SessionKey) -> list[NewRow]:
-    """The rows that this session has; of some tokens, and now and then of many."""
-    generator = torch.Generator().manual_seed(hash(tuple(session[2:])) % 2**31 + len(session.prompt))
-    rows = []
-    for _ in range(int(torch.randint(0, 6, (), generator=generator))):
-        count = int(torch.randint(1, 20_000, (), generator=generator))
-        fields = {
-            "input_ids": torch.randint(0, 2**40, (count,), generator=generator),
-            "rollout_log_probs": torch.rand(count, generator=generator),
-            "media": {"pixel_values": torch.rand(3, 5, generator=generator)},
-        }
-        rows.append(NewRow(prompt_tokens=1, response_tokens=count, loss_tokens=1, fields=fields, tags={"count": count}))
-    return rows
+def session_of(key: SessionKey) -> Session:
+    """The session of this key; its rows have some tokens, and sometimes many."""
+    rng = np.random.default_rng([key.session, key.attempt, len(key.prompt)])
+    trajectories = []
+    for _ in range(int(rng.integers(0, 6))):
+        count = int(rng.integers(1, 20_000))
+        trajectory = Trajectory(
+            input_ids=rng.integers(0, 2**40, count + 1),
+            response_mask=np.ones(count, dtype=np.int64),
+            rollout_log_probs=rng.random(count, dtype=np.float32),
+            extra={"multi_modal_inputs.pixel_values": rng.random((3, 5))},
+        )
+        trajectories.append(trajectory)
+    return Session(key=key, score=float(key.session), trajectories=trajectories)
 
 
 def open_store(where: str) -> Store:
@@ -44,19 +44,16 @@ def open_store(where: str) -> Store:
     from raggedright.store.transfer_queue import TransferQueueStore
 
     _, address, run = where.split(" ", 2)
-    return TransferQueueStore(address, run=run, timeout=3.0)  # a killed writer's lease is a few times that
+    return TransferQueueStore(address, run=run)
 
 
 def write(where: str, log: Path, seed: int) -> None:
-    """Put sessions for ever; some as running first."""
-    chance = random.Random(seed)
+    """Append sessions for ever."""
     with log.open("a") as file, open_store(where) as store:
         print("ready", flush=True)
         for i in range(10**9):
             session = SessionKey(7, f"writer {seed}", i)
-            if chance.random() < 0.3:
-                store.put(session, state="running")
-            store.put(session, rows_like(session), score=float(i))
+            store.append([session_of(session)])
             file.write(f"{i}\n")
             file.flush()
             os.fsync(file.fileno())
@@ -75,7 +72,11 @@ def start(what: str, where: str, log: Path, seed: int) -> subprocess.Popen[bytes
     return subprocess.Popen(
         [sys.executable, __file__, what, where, str(log), str(seed)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))),
+            "OMP_NUM_THREADS": "1",
+        },
     )
 
 
@@ -108,19 +109,19 @@ def compare(store: Store, folder: Path) -> None:
 
 
 def check(store: Store) -> set[SessionKey]:
-    """The finished sessions of a store, each compared with what it has to be."""
-    entries = store.list(state="finished")
-    for entry in entries:
-        put = rows_like(entry.key)
-        assert entry.score == entry.key.session
-        assert [row.tags["count"] for row in entry.rows] == [row.response_tokens for row in put], entry.key
-        answer = store.get([Key(*entry.key, i) for i in range(len(put))], FIELDS)
-        assert same(list(answer), [dict(row.fields) for row in put]), entry.key
-    assert all(not entry.rows for entry in store.list(state="running"))
-    return {entry.key for entry in entries}
+    """The sessions of a store, each compared with what it has to be."""
+    table = store.sessions(7)
+    for i in range(len(table)):
+        key = table.session_key(i)
+        appended = session_of(key)
+        assert table.score[i] == key.session
+        rows = store.read(table.row_keys(np.flatnonzero(table.session_of_row == i)))
+        expected = [trajectory.fields for trajectory in appended.trajectories]
+        assert len(rows) == len(expected), key
+        assert all(same(*pair) for pair in zip(rows, expected, strict=True)), key
+    return {table.session_key(i) for i in range(len(table))}
 
 
 if __name__ == "__main__":
     what, where, log, seed = sys.argv[1:]
-    torch.set_num_threads(1)
     write(where, Path(log), int(seed)) if what == "write" else read(where)

@@ -4,23 +4,27 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from raggedright.store.protocol import StoreError
 from raggedright.store.sqlite import SqliteStore
-from store.values import bare, key, row, same, tokens
+from store.values import finished, key, keys_in, row, same, tokens
 
 
 def remount(disk: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
 
 
+def of_size(size: int, value: int = 0) -> dict[str, np.ndarray]:
+    return {"x": np.full(size, value, dtype=np.uint8)}
+
+
 def fill(store: SqliteStore, size: int) -> int:
     """Put sessions until one is refused; how many were put."""
     for i in range(10_000):
         try:
-            store.put(key("p", i), [bare(x=torch.full((size,), i, dtype=torch.uint8))])
+            store.append([finished(key("p", i), tokens(1, extra=of_size(size, i % 256)))])
         except StoreError as error:
             if "disk is full" in str(error) and f"session p/{i}" in str(error):
                 return i
@@ -33,37 +37,47 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(mount: Callable[[int], Path
     path = mount(12) / "rows.db"
     with SqliteStore(path) as store:
         count = fill(store, size)
-        assert len(store.list()) == count
+        assert len(store.sessions(0)) == count
     with SqliteStore(path) as store:
-        assert [entry.key for entry in store.list()] == [key("p", i) for i in range(count)]
-        answer = store.get([row(key("p", i)) for i in range(count)], ["x"])
-        assert same([f["x"] for f in answer], [torch.full((size,), i, dtype=torch.uint8) for i in range(count)])
+        assert keys_in(store) == [key("p", i) for i in range(count)]
+        rows = store.read([row(key("p", i)) for i in range(count)], ["x"])
+        assert all(same(fields, of_size(size, i % 256)) for i, fields in enumerate(rows))
 
 
-def test_a_full_disk_takes_rows_again_once_rounds_are_deleted(mount: Callable[[int], Path]) -> None:
+def test_a_full_disk_takes_rows_again_once_rounds_are_dropped(mount: Callable[[int], Path]) -> None:
     disk = mount(26)
     (disk / "ballast").write_bytes(b"\0" * 16_000_000)
     with SqliteStore(disk / "rows.db") as store:
         count = fill(store, 400_000)
         (disk / "ballast").unlink()
-        store.delete(0)
+        store.drop(0)
         for i in range(count // 2):
-            store.put(key("q", i, round=1), [bare(x=torch.zeros(400_000, dtype=torch.uint8))])
-        assert len(store.list()) == count // 2
+            store.append([finished(key("q", i, round=1), tokens(1, extra=of_size(400_000)))])
+        assert len(store.sessions(1)) == count // 2
 
 
 def test_no_room_for_a_new_store_is_a_sentence_and_leaves_no_file(mount: Callable[[int], Path]) -> None:
+    """And once there is room the same path works, however little there was before."""
     disk = mount(1)
-    (disk / "ballast").write_bytes(b"\0" * (2**20 - 12_288))
-    with pytest.raises(StoreError, match=r"rows.db: open failed"):
-        SqliteStore(disk / "rows.db")
-    assert [found.name for found in disk.iterdir()] == ["ballast"]
+    for free in (4_096, 12_288, 20_480, 32_768, 49_152, 65_536, 81_920, 98_304, 114_688, 131_072):
+        (disk / "ballast").write_bytes(b"\0" * (2**20 - free))
+        left, cause = ["ballast"], "rows.db: open failed"
+        try:
+            SqliteStore(disk / "rows.db").close()
+        except StoreError as error:
+            left, cause = sorted(found.name for found in disk.iterdir()), str(error)
+        assert (left, "rows.db: open failed" in cause) == (["ballast"], True)
+        (disk / "ballast").unlink()
+        with SqliteStore(disk / "rows.db") as store:
+            store.append([finished(key(), tokens(1))])
+        for found in disk.iterdir():
+            found.unlink()
 
 
 def test_a_read_only_file_system_is_a_sentence(mount: Callable[[int], Path]) -> None:
     disk = mount(8)
     with SqliteStore(disk / "rows.db") as store:
-        store.put(key(), [tokens(3)])
+        store.append([finished(key(), tokens(3))])
     before = (disk / "rows.db").read_bytes()
     remount(disk, "ro")
     with pytest.raises(StoreError, match="read-only"):
@@ -74,43 +88,43 @@ def test_a_read_only_file_system_is_a_sentence(mount: Callable[[int], Path]) -> 
     remount(disk, "rw")
     assert (disk / "rows.db").read_bytes() == before
     with SqliteStore(disk / "rows.db") as store:
-        assert len(store.list()) == 1
+        assert len(store.sessions(0)) == 1
 
 
 def test_a_read_only_file_system_can_be_read(mount: Callable[[int], Path]) -> None:
     disk = mount(8)
     with SqliteStore(disk / "rows.db") as store:
-        store.put(key(), [tokens(3)])
+        store.append([finished(key(), tokens(3))])
     remount(disk, "ro")
     with SqliteStore(disk / "rows.db", read_only=True) as store:
-        assert [entry.key for entry in store.list()] == [key()]
-        assert same(list(store.get([row(key())], ["input_ids"])), [{"input_ids": torch.arange(4)}])
+        assert keys_in(store) == [key()]
+        assert same(store.read([row(key())])[0], tokens(3).fields)
         with pytest.raises(StoreError, match="reading only"):
-            store.put(key("q"), [tokens(1)])
+            store.append([finished(key("q"), tokens(1))])
         remount(disk, "rw")
         with SqliteStore(disk / "rows.db") as writer:
-            writer.put(key("q"), [tokens(1)])
-        with pytest.raises(StoreError, match=r"rows\.db: somebody writes it"):
-            store.list()
+            writer.append([finished(key("q"), tokens(1))])
+        with pytest.raises(StoreError, match=r"rows\.db: another process writes it"):
+            store.sessions(0)
     remount(disk, "ro")
     with SqliteStore(disk / "rows.db", read_only=True) as store:
-        assert len(store.list()) == 2
+        assert len(store.sessions(0)) == 2
     remount(disk, "rw")
 
 
 def test_a_log_on_a_read_only_file_system_is_read_or_said(mount: Callable[[int], Path], tmp_path: Path) -> None:
     disk = mount(8)
     store = SqliteStore(tmp_path / "rows.db")
-    store.put(key(), [tokens(3)])  # stands in the log, as after a crash
+    store.append([finished(key(), tokens(3))])  # is still in the log, as after a crash
     for name in ("rows.db", "rows.db-wal", "rows.db-shm"):
         (disk / name).write_bytes((tmp_path / name).read_bytes())
     store.close()
     remount(disk, "ro")
     with SqliteStore(disk / "rows.db", read_only=True) as copy:
-        assert [entry.key for entry in copy.list()] == [key()]
+        assert keys_in(copy) == [key()]
     remount(disk, "rw")
     (disk / "rows.db-shm").unlink()
     remount(disk, "ro")
-    with pytest.raises(StoreError, match=r"rows\.db-wal beside it has what was put last; copy both"):
+    with pytest.raises(StoreError, match=r"rows\.db-wal next to it has what was appended last"):
         SqliteStore(disk / "rows.db", read_only=True)
     remount(disk, "rw")

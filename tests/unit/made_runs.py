@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from raggedright import Layout, Rows
-from raggedright.report.events import EventLog
+from raggedright.report.events import MODELS, Event, EventLog
 
 LAYOUT = Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8, micro_batch_tokens=512)
 CONFIG = {
@@ -32,25 +32,32 @@ START = {
 }  # fmt: skip
 
 
+def event(kind: str, /, **fields: object) -> Event:
+    """An event of the given kind."""
+    return MODELS[kind].model_validate(fields)
+
+
 def write_run(folder: Path, *, rounds: int = 150, end: str | None = "finished", seed: int = 0) -> Path:
     """A run that learns, with evaluations, samples and now and then a failed session."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     with EventLog(folder / "events.jsonl") as log:
-        log.write("start", **START)
+        log.write(event("start", **START))
         for number in range(1, rounds + 1):
             if number in {1, rounds} or number % max(rounds // 10, 1) == 0:
                 rows = made_rows(rng, number)
-                log.write("rows", round=number, columns=columns_of(rows), layout=LAYOUT)
-                log.write("samples", round=number, sessions=[_session(rng, number / rounds, s) for s in range(3)])
-            log.write("round", **made_round(rng, number, rounds))
+                log.write(event("rows", round=number, columns=columns_of(rows), layout=LAYOUT))
+                log.write(
+                    event("samples", round=number, sessions=[_session(rng, number / rounds, s) for s in range(3)])
+                )
+            log.write(event("round", **made_round(rng, number, rounds)))
             if number % 10 == 0:
                 score = _score(number, rounds)
-                log.write("eval", round=number, metrics={
+                log.write(event("eval", round=number, metrics={
                     "eval/score/mean": min(score * 1.04, 1.0), "eval/exact_match/mean": score**1.7,
-                })  # fmt: skip
+                }))  # fmt: skip
         if end:
-            log.write("end", time="2026-03-02T09:15:19Z", rounds=rounds, reason=end, seconds=0.48 * rounds)
+            log.write(event("end", time="2026-03-02T09:15:19Z", rounds=rounds, reason=end, seconds=0.48 * rounds))
     return folder
 
 
@@ -142,7 +149,8 @@ def _session(rng: np.random.Generator, progress: float, number: int) -> dict[str
         trajectories.append({
             "role": "summary" if part else "agent", "reward": None, "tokens": tokens,
             "prompt_tokens": len(tokens) - response, "mask": mask, "advantages": [advantage * m for m in mask],
-            "log_probs": (-abs(rng.normal(0, 0.4 + 1.2 * (1 - progress), response)) * mask), "finish_reason": "stop",
+            "log_probs": (-abs(rng.normal(0, 0.4 + 1.2 * (1 - progress), response)) * mask).tolist(),
+            "finish_reason": "stop",
         })  # fmt: skip
     return {
         "prompt": str(int(rng.integers(6000))), "session": number, "score": float(good),
@@ -158,7 +166,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def write_hostile_run(folder: Path, *, long: int = 10_000_000) -> Path:
+def write_hostile_run(folder: Path, *, long: int = 1_000_000) -> Path:
     """A run whose every string is out to break the page; `long` is the length of the longest of them."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [*HOSTILE, "L" * long]
@@ -167,7 +175,7 @@ def write_hostile_run(folder: Path, *, long: int = 10_000_000) -> Path:
         config = {f"{i}{text[:1000]}": {text[:1000]: text, "list": [text]} for i, text in enumerate(texts)}
         named = {"agent": {"name": HOSTILE[0]}, "model": {"path": HOSTILE[2]}, "train": {"rounds": HOSTILE[1]}}
         start = {"config": {**config, **named}, "world": {"dp": 2, "device": HOSTILE[1]}}
-        log.write("start", **{**START, **start, "time": HOSTILE[2], "version": HOSTILE[0]})
+        log.write(event("start", **{**START, **start, "time": HOSTILE[2], "version": HOSTILE[0]}))
         for number, text in enumerate(texts, start=1):
             fields = made_round(rng, number, len(texts))
             metrics = {
@@ -175,21 +183,21 @@ def write_hostile_run(folder: Path, *, long: int = 10_000_000) -> Path:
                 f"session/{text}/mean": 1e308 * (-1) ** number,
                 "actor/nan": math.nan,
             }
-            log.write("round", **{
+            log.write(event("round", **{
                 **fields, "metrics": {**metrics, "critic/score/mean": math.inf}, "seconds": {text: 0.1},
                 "ledger": {"sessions": {text: 5, f"failed ({text})": 3}, "rows": {text: 7}},
                 "failed": [{"prompt": text, "session": number, "cause": text}],
-            })  # fmt: skip
+            }))  # fmt: skip
         rows = made_rows(rng, 1, prompts=len(texts))
         names = [texts[int(p) - 45][:1000] for p in rows.prompt]
-        log.write("rows", round=1, columns={**columns_of(rows), "prompt": names})
+        log.write(event("rows", round=1, columns={**columns_of(rows), "prompt": names}))
         tokens = [*HOSTILE, *HOSTILE, "L" * 1000]
-        log.write("samples", round=1, sessions=[{
+        log.write(event("samples", round=1, sessions=[{
             "prompt": text, "session": i, "score": math.nan, "task": {text: text}, "trajectories": [{
                 "role": text, "reward": -math.inf, "tokens": tokens, "prompt_tokens": 3, "mask": [1, 0] * 5,
                 "advantages": [math.nan, 1e308, -1e308], "log_probs": [-math.inf], "finish_reason": text,
             }],
-        } for i, text in enumerate(texts[-5:])])  # fmt: skip
-        log.write("eval", round=3, metrics={"eval/score/mean": -5e300, HOSTILE[0]: 1})
-        log.write("end", time=HOSTILE[0], rounds=1, reason=HOSTILE[1], seconds=math.inf)
+        } for i, text in enumerate(texts[-5:])]))  # fmt: skip
+        log.write(event("eval", round=3, metrics={"eval/score/mean": -5e300, HOSTILE[0]: 1}))
+        log.write(event("end", time=HOSTILE[0], rounds=1, reason=HOSTILE[1], seconds=math.inf))
     return folder

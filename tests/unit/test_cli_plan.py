@@ -1,6 +1,7 @@
 """`raggedright plan` as a user meets it: in a process of its own."""
 
 import json
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -42,6 +43,16 @@ def plan_json(*args: str, stdin: str = "") -> dict:
     done = raggedright("plan", *args, "--format", "json", stdin=stdin)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
+
+
+def test_much_padding_is_one_warning_in_the_words_of_the_command_line(rows_file):
+    options = ("--dp", "257", "--batch-size", "45", "--mini-batch-size", "15", "--rollout-n", "8", "--align", "lcm")
+    done = raggedright("plan", rows_file, *options, "--compare")
+    assert done.returncode == 0
+    assert done.stderr.count("warning: the plan has 30,479 padding rows for 361 rows") == 1
+    assert "--dp 257" in done.stderr
+    done = raggedright("plan", rows_file, *options[:-2], "--dp", "2", "--compare")
+    assert done.stderr == ""
 
 
 def test_json_holds_the_whole_plan(rows_file):
@@ -108,10 +119,10 @@ def test_svg_is_a_picture(rows_file):
 
 
 @pytest.mark.parametrize("how", [("--format", "table"), ("--format", "json"), ("--format", "svg"), ("--compare",)])
-def test_no_rows_are_an_ordinary_case(how):
-    done = raggedright("plan", "-", *VERIFICATION, *how)
-    assert done.returncode == 0
-    assert done.stderr == "warning: standard input has no rows; a line is one row, a JSON object\n"
+def test_a_file_without_rows_is_bad_input(how):
+    done = raggedright("plan", "-", *VERIFICATION, *how, stdin="\n\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "raggedright: standard input has no rows; a line is one row, a JSON object\n"
 
 
 def test_more_sessions_than_the_command_says_are_told(rows_file):
@@ -135,7 +146,7 @@ def test_the_command_alone_prints_its_help():
         ('{"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1}',
          "line 2: row p0/0/0 stands at line 1 already"),
         ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": -1, "response_tokens": 1}',
-         "line 2: prompt_tokens is -1; it takes a whole number"),
+         "line 2: prompt_tokens is -1;"),
         ('{"prompt": "p", "session": "x", "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1}',
          "line 2: session is 'x'"),
         ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1, "loss_tokens": 2}',
@@ -150,6 +161,11 @@ def test_bad_input_is_one_sentence_and_exit_code_1(line, sentence):
     assert done.stdout == ""
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "/dev/zero", *VERIFICATION]) == 1
+    assert capsys.readouterr().err.startswith("raggedright: /dev/zero, line 1: more than 16,777,216 bytes")
 
 
 def test_a_file_that_is_not_there_or_not_text_is_bad_input(tmp_path: Path):
@@ -167,7 +183,7 @@ def test_a_file_that_is_not_there_or_not_text_is_bad_input(tmp_path: Path):
     ("args", "sentence"),
     [
         ((), "required: --dp, --batch-size, --mini-batch-size, --rollout-n"),
-        ((*VERIFICATION, "--dp", "0"), "argument --dp: '0' is not a whole number of at least 1"),
+        ((*VERIFICATION, "--dp", "0"), "argument --dp: '0' is not an integer of at least 1"),
         ((*VERIFICATION, "--align", "gcd"), "invalid choice: 'gcd'"),
         ((*VERIFICATION, "--micro-batch-rows", "8", "--micro-batch-tokens", "8"), "not allowed with"),
         ((*VERIFICATION, "--loss-agg", "seq-mean-token-sum-norm"), "set --loss-norm-tokens"),
@@ -197,3 +213,13 @@ def test_more_prompts_than_the_batch_has_are_told_of(capsys: pytest.CaptureFixtu
     options = ["--dp", "2", "--batch-size", "2", "--mini-batch-size", "2", "--rollout-n", "4"]
     assert main(["plan", str(Path(__file__).parents[2] / "examples" / "rows.jsonl"), *options]) == 0
     assert "has 6 prompts and --batch-size is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", ">&- 2>&-"])
+def test_a_closed_stream_is_an_empty_one(rows_file: str, closed: str):
+    file = "-" if closed == "<&-" else rows_file
+    command = [sys.executable, "-m", "raggedright", "plan", file, *VERIFICATION]
+    done = subprocess.run(f"{shlex.join(command)} {closed}", shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (file == "-")
+    assert ("standard input has no rows" if file == "-" else "") in done.stderr
+    assert len(done.stderr.splitlines()) == (file == "-")

@@ -141,6 +141,58 @@ def test_a_micro_batch_without_images_runs_the_vision_tower_at_weight_zero(how):
 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])
+@pytest.mark.parametrize("cap", [24, 100, 333])
+def test_a_micro_batch_of_text_stays_within_the_cap_with_its_image(how, cap):
+    """At a cap of 100 it had 103 tokens packed and 200 padded."""
+    config = load_model("qwen3-vl", "float64").config
+    collator = Collator(how=how, token_id=0, min_row_tokens=3, mrope=True, image_filler=image_filler(config))
+    most = cap - collator.filler_tokens(cap)
+    random = np.random.default_rng(cap)
+    for longest in (3, 5, 12, most):
+        rows = rows_of(*((1, int(n)) for n in random.integers(1, longest, 40)), (1, longest - 1))
+        fields = [{**row, "multi_modal_inputs": {}} for row in fields_of(rows)]
+        layout = Layout(
+            dp_size=2,
+            batch_size=41,
+            mini_batch_size=41,
+            micro_batch_tokens=most,
+            collate=how,
+            min_row_tokens=3,
+        )
+        plan = make_plan(rows, layout)
+        batch = TensorBatch.of(plan, fields, infer_schema(rows, fields), collator)
+        (step,) = plan.steps("actor")
+        for dp_rank in range(2):
+            for _, micro in batch.micro_batches(step, dp_rank):
+                assert "pixel_values" in micro.inputs
+                assert micro.inputs["input_ids"].numel() <= cap
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (2, 9)], [(2, 3), (2, 3)], [(2, 1)] * 9])
+def test_an_image_behind_a_rows_end_changes_no_log_prob_and_no_gradient(shapes):
+    model = load_model("qwen3-vl", "float64")
+    rows = rows_of(*shapes)
+    ids = [torch.arange(n) % 30 for n in rows.tokens.tolist()]
+    fields = [
+        {**row, "input_ids": some, "multi_modal_inputs": {}} for row, some in zip(fields_of(rows), ids, strict=True)
+    ]
+    filler = image_filler(model.config)
+    gradients = []
+    for collator in (
+        Collator(how="padded", token_id=0, mrope=True, image_filler=filler),
+        Collator(how="padded", token_id=0, mrope=True),
+    ):
+        log_probs = forward_log_probs(model, collate(collator, rows, fields)).log_probs
+        log_probs.sum().backward()
+        gradients.append(
+            [log_probs.detach(), *(p.grad for p in model.parameters() if p.grad is not None and p.grad.any())]
+        )
+        model.zero_grad(set_to_none=True)
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["packed", "padded"])
 def test_rows_without_routed_experts_route_naturally_beside_rows_that_have_them(how):
     rows = rows_of((1, 1), (1, 2))
     fields = fields_of(rows)

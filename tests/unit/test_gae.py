@@ -116,3 +116,19 @@ def test_rows_of_different_lengths_are_named():
         gae(rewards, [*values[:2], torch.zeros(2), *values[3:]], mask, gamma=1.0, lam=1.0)
     with pytest.raises(RowsError, match="7 of advantages, 6 of mask"):
         whiten(values, mask[:-1])
+
+
+@pytest.mark.parametrize("size", [1e-300, 1.0, 1e150, 1.7e308])
+def test_whitening_is_right_at_any_size(size):
+    """Advantages of 1e200 were whitened to zero, since their squares overflow."""
+    rows = [torch.tensor([0.0, 1.0, -1.0]).double() * size, torch.tensor([0.5]).double() * size]
+    mask = [torch.ones_like(row) for row in rows]
+    white = torch.cat(whiten(rows, mask))
+    expected = torch.cat(whiten([row / size for row in rows], mask)) if size >= 1 else torch.zeros(4)
+    assert white.tolist() == pytest.approx(expected.tolist(), abs=1e-7)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e200])
+def test_advantages_that_differ_by_rounding_alone_are_whitened_to_zero(size):
+    (white,) = whiten([torch.tensor([0.3, 0.1 + 0.2], dtype=torch.float64) * size], [torch.ones(2)])
+    assert white.abs().max() < 1e-10

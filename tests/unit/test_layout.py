@@ -22,7 +22,8 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = ("cost_linear", "cost_quadratic", "seed")
 OPTIONAL = ("critic_mini_batch_size", "loss_norm_tokens", "micro_batch_tokens", "micro_batch_rows")
 CHOICES = {field.name: get_args(field.type) for field in fields(Layout) if get_origin(field.type) is Literal}
-# For each setting two values that plan the same rows in two ways, and what else has to be set for that.
+EQUAL_ROWS: dict[str, object] = {"cut": "equal-rows", "micro_batch_rows": None}
+# For each setting two values that give different plans of the same rows, and what else must be set for that.
 TWO_WAYS: dict[str, tuple[object, object, dict[str, object]]] = {
     "dp_size": (2, 3, {}),
     "batch_size": (6, 4, {}),
@@ -43,6 +44,12 @@ TWO_WAYS: dict[str, tuple[object, object, dict[str, object]]] = {
     "cost_linear": (1, 100, {}),
     "cost_quadratic": (0, 1, {"cost_linear": 1}),
     "seed": (0, 1, {}),
+    "cut": ("micro-batches", "equal-rows", {"micro_batch_rows": None}),
+    "rows_multiple": (1, 5, EQUAL_ROWS),
+    "critic_dp_size": (2, 3, EQUAL_ROWS),
+    "critic_rows_multiple": (1, 5, EQUAL_ROWS),
+    "critic_loss_agg": ("token-mean", "session-mean", EQUAL_ROWS),
+    "critic_loss_norm_tokens": (10, 20, {**EQUAL_ROWS, "critic_loss_agg": "seq-mean-token-sum-norm"}),
 }
 
 
@@ -56,25 +63,25 @@ def error_of(**settings: object) -> str:
 @pytest.mark.parametrize("name", AT_LEAST_ONE)
 def test_a_size_below_one_is_named_with_its_value(name: str, value: int) -> None:
     least = 2 if name == "min_row_tokens" else 1
-    assert f"{name} is {value}; it takes a whole number of at least {least}" in error_of(**{name: value})
+    assert f"{name} is {value}; it must be an integer of at least {least}" in error_of(**{name: value})
 
 
 def test_a_row_has_room_for_a_prompt_token_and_a_response_token() -> None:
     """The shortest padding row is 1 + 1 tokens, so that no layout may ask for a shorter one."""
-    assert "min_row_tokens is 1; it takes a whole number of at least 2" in error_of(min_row_tokens=1)
+    assert "min_row_tokens is 1; it must be an integer of at least 2" in error_of(min_row_tokens=1)
 
 
 @pytest.mark.parametrize("name", AT_LEAST_ZERO)
 def test_a_negative_cost_or_seed_is_named_with_its_value(name: str) -> None:
-    assert f"{name} is -1; it takes a whole number of at least 0" in error_of(**{name: -1})
+    assert f"{name} is -1; it must be an integer of at least 0" in error_of(**{name: -1})
 
 
 @pytest.mark.parametrize("value", [1.5, 2.0, "8", True, [8], float("inf")])
 @pytest.mark.parametrize("name", [*AT_LEAST_ONE, *AT_LEAST_ZERO])
-def test_a_setting_that_is_no_whole_number_is_named_with_its_value(name: str, value: object) -> None:
+def test_a_setting_that_is_no_integer_is_named_with_its_value(name: str, value: object) -> None:
     message = error_of(**{name: value})
     assert f"{name} is {value!r}" in message
-    assert "whole number" in message
+    assert "integer" in message
 
 
 @pytest.mark.parametrize("name", [name for name in (*AT_LEAST_ONE, *AT_LEAST_ZERO) if name not in OPTIONAL])
@@ -93,14 +100,32 @@ def test_an_unknown_choice_is_named_with_those_there_are(name: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_taken(name: str) -> None:
     for choice in CHOICES[name]:
-        assert getattr(replace(GOOD, loss_norm_tokens=1, **{name: choice}), name) == choice  # type: ignore[arg-type]
+        others: dict[str, object] = {"micro_batch_tokens": None} if name == "cut" else {}
+        layout = replace(GOOD, loss_norm_tokens=1, **{**others, name: choice})  # type: ignore[arg-type]
+        assert getattr(layout, name) == choice
+
+
+@pytest.mark.parametrize("name", ["rows_multiple", "critic_dp_size", "critic_rows_multiple"])
+def test_a_setting_that_the_cut_does_not_use_is_refused_by_name(name: str) -> None:
+    assert f"{name} is 2" in error_of(**{name: 2})
+    message = error_of(cut="equal-rows")
+    assert "micro_batch_tokens" in message
+    assert "equal-rows" in message
+
+
+def test_the_critics_settings_default_to_the_actors() -> None:
+    layout = replace(GOOD, micro_batch_tokens=None, cut="equal-rows", rows_multiple=4, loss_agg="session-mean")
+    assert layout.critic == replace(layout.actor, mini_batch_size=9)
+    assert replace(layout, critic_mini_batch_size=None).critic is None
+    with pytest.raises(ConfigError, match="critic_loss_norm_tokens"):
+        replace(layout, critic_loss_agg="seq-mean-token-sum-norm")
 
 
 @pytest.mark.parametrize("value", ["no", 0, None])
 def test_actor_trains_is_a_boolean(value: object) -> None:
     message = error_of(actor_trains=value)
     assert f"actor_trains is {value!r}" in message
-    assert "whole number" not in message
+    assert "integer" not in message
 
 
 def test_micro_batches_go_by_tokens_or_rows_but_not_both() -> None:

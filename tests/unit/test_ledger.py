@@ -75,3 +75,24 @@ def test_padding_is_counted_beside_the_rows():
     ledger = close_ledger(plan)
     assert ledger.num_padding_rows == plan.num_padding_rows > 0
     assert len(ledger.rows) == 6
+
+
+def test_rows_that_were_sampled_and_left_out_are_skipped_with_their_cause():
+    rows = batch()
+    left_out = {"no signal": rows.take(rows.prompt == "a"), "batch full": rows.take(rows.prompt == "b")}
+    plan = make_plan(rows.take(rows.prompt == "c"), LAYOUT)
+    ledger = close_ledger(plan, {("a", 2): "timeout"}, left_out)
+    no_signal, full = Outcome("skipped", "no signal"), Outcome("skipped", "batch full")
+    assert ledger.sessions == {
+        ("c", 0): Outcome("trained"), ("a", 0): no_signal, ("a", 1): no_signal, ("b", 0): full,
+        ("a", 2): Outcome("failed", "timeout"),
+    }  # fmt: skip
+    assert {key: str(outcome) for key, outcome in ledger.rows.items()} == {
+        "c/0/0": "trained", "c/0/1": "dropped (over_long)", "b/0/0": "skipped (batch full)",
+        **dict.fromkeys(["a/0/0", "a/0/1", "a/1/0"], "skipped (no signal)"),
+    }  # fmt: skip
+    assert ledger.to_dict()["sessions"] == {
+        "trained": 1, "failed (timeout)": 1, "skipped (batch full)": 1, "skipped (no signal)": 2,
+    }  # fmt: skip
+    with pytest.raises(LedgerError, match=r"a/0/0 is skipped \(no signal\) and is planned"):
+        close_ledger(make_plan(rows, LAYOUT), None, left_out)

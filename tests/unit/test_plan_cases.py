@@ -75,6 +75,59 @@ def test_298_rows_are_384_in_lcm_and_300_at_most_in_steps() -> None:
     assert plan.num_padding_rows <= 2
 
 
+def test_much_padding_is_a_warning_with_the_numbers_and_the_remedy() -> None:
+    layout = Layout(dp_size=96, batch_size=200, mini_batch_size=7, rollout_n=5, critic_mini_batch_size=11, align="lcm")
+    *_, warning = make_plan(make_rows(2_000, 200), layout).warnings
+    for part in (
+        "34,960 padding rows for 2,000 rows",
+        "1,056",
+        "36,960",
+        "dp_size 96",
+        "7 x",
+        "11 x",
+        "align = 'steps'",
+    ):
+        assert part in warning
+    in_steps = make_plan(make_rows(2_000, 200), replace(layout, align="steps")).warnings
+    assert not any("padding rows" in warning for warning in in_steps)
+
+
+def test_more_prompts_than_batch_size_are_a_warning_where_it_fixes_the_number_of_steps() -> None:
+    rows = Rows.from_columns(
+        prompt=["p", "q", "r"], session=[0] * 3, trajectory=[0] * 3, prompt_tokens=[1] * 3, response_tokens=[1] * 3
+    )
+    layout = Layout(dp_size=1, batch_size=2, mini_batch_size=1, rollout_n=1)
+    plan = make_plan(rows, layout)
+    (warning,) = plan.warnings
+    assert "3 prompts" in warning
+    assert "batch_size is 2" in warning
+    assert "set batch_size to 3" in warning
+    assert make_plan(rows, replace(layout, batch_size=3)).warnings == ()
+    assert make_plan(rows, replace(layout, align="lcm")).warnings == ()  # the steps follow the number of rows
+    assert make_plan(plan.padded_rows.with_padding(5, 2), replace(layout, batch_size=3)).warnings == ()
+
+
+def test_more_sessions_of_a_prompt_than_rollout_n_are_a_warning() -> None:
+    rows = Rows.from_columns(
+        prompt=["p"] * 4, session=[0, 1, 1, 2], trajectory=[0, 0, 1, 0], prompt_tokens=[1] * 4, response_tokens=[1] * 4
+    )
+    layout = Layout(dp_size=1, batch_size=1, mini_batch_size=1, rollout_n=2)
+    (warning,) = make_plan(rows, layout).warnings
+    assert "3 sessions" in warning
+    assert "rollout_n is 2" in warning
+    assert make_plan(rows, replace(layout, rollout_n=3)).warnings == ()
+
+
+def test_more_ranks_than_a_step_has_rows_are_a_warning() -> None:
+    layout = Layout(dp_size=512, batch_size=64, mini_batch_size=16, rollout_n=4)
+    (warning,) = make_plan(make_rows(256, 64), layout).warnings
+    for part in ("1,792 padding rows for 256 rows", "4 steps", "dp_size 512"):
+        assert part in warning
+    assert make_plan(make_rows(256, 64), replace(layout, dp_size=64)).warnings == ()
+    assert make_plan(make_rows(1, 1), replace(layout, dp_size=2)).warnings == ()
+    assert make_plan(Rows.from_records([]), layout).warnings == ()
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 8, 64])
 @pytest.mark.parametrize("align", ALIGNS)
 def test_3509_rows_and_mini_batches_of_640_fit(align: Align, dp_size: int) -> None:

@@ -7,10 +7,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from raggedright.report.axes import duration, number, scale_of, share, signed, tick_text
-from raggedright.report.chart_frame import Dots, Frame, Line
-from raggedright.report.charts import bar_chart, line_chart, stacked_chart
-from raggedright.report.series import bucketed, numbers
+from raggedright.report.chart_scale import bucketed, numbers, scale_of, tick_text
+from raggedright.report.charts import Dots, Frame, Line, bar_chart, line_chart, stacked_chart
+from raggedright.report.text import duration, number, share, signed
 
 
 def frame(rounds: int, **more) -> Frame:
@@ -87,7 +86,7 @@ def test_scales_end_on_round_ticks_and_hold_the_data():
     rng = np.random.default_rng(0)
     for low, high in np.sort(rng.normal(size=(200, 2)) * 10.0 ** rng.integers(-12, 12, (200, 1)), axis=1).tolist():
         for most in (2, 4, 5):
-            scale = scale_of(low, high, most=most)
+            scale = scale_of(low, high, max_ticks=most)
             assert scale.low <= low
             assert scale.high >= high
             assert 2 <= len(scale.ticks) <= most + 3
@@ -176,3 +175,16 @@ def test_stacks_add_up():
 )
 def test_numbers_read_as_one_would_write_them(words, expected):
     assert words == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(10.7961, 10.79635), (0.00012, 0.0001204), (0, 1e-5), (-1e-7, 2e-7), (1e5, 1e5 + 0.4), (1e20, 1.001e20),
+     (10.7961, 10.796100001), (0.5, 0.5004), (-3.00002, -3.0)],
+)  # fmt: skip
+def test_no_two_ticks_of_an_axis_read_the_same(low: float, high: float):
+    """All ticks of an axis read 10.796."""
+    scale = scale_of(low, high)
+    texts = [tick_text(tick, scale.step) for tick in scale.ticks]
+    assert len({*texts}) == len(texts)
+    assert max(map(len, texts)) <= 10

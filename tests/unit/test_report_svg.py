@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raggedright import Layout, Plan, Rows, make_plan
-from raggedright.report.svg import MOST_SESSIONS, draw_plan
+from raggedright.report.plan_svg import MAX_SESSIONS, draw_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -158,7 +158,7 @@ def test_a_large_plan_stays_small_and_says_what_it_leaves_out():
     picture = draw_plan(make_plan(rows, layout))
     words = _words(picture)
     assert len(picture) < 200_000
-    assert f"+ {2048 * 8 - MOST_SESSIONS:,} more sessions" in words
+    assert f"+ {2048 * 8 - MAX_SESSIONS:,} more sessions" in words
     assert "+ 60 more ranks" in words
     assert "+ 12 more steps" in words
 

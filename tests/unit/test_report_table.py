@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from raggedright import Layout, Plan, Rows, make_plan, measure_imbalance
-from raggedright.report.table import print_plan
+from raggedright.report.plan_output import print_plan
 
 
 def _rows(num_prompts: int, *, sessions: int = 4, tokens: int = 100) -> Rows:
@@ -43,7 +43,7 @@ def test_summary_counts_rows_sessions_prompts_padding_and_time():
     assert "13 rows of 12 sessions, 3 prompts" in printed
     assert "3 padding rows, 6 tokens" in printed
     assert "align    steps\n" in printed
-    assert "150 tokens a micro-batch, packed" in printed
+    assert "150 tokens per micro-batch, packed" in printed
     assert "in 0.012 s, for 4 ranks" in printed
     assert "dropped" not in printed
 
@@ -92,7 +92,7 @@ def test_a_cell_is_as_high_as_the_budget_it_fills(tokens: int, glyph: str):
 def test_a_budget_in_rows_is_filled_by_rows():
     plan = make_plan(_rows(1, sessions=3), Layout(dp_size=1, batch_size=1, mini_batch_size=1, micro_batch_rows=8))
     assert _lanes(_printed(plan)) == [["▄▄"]]
-    assert "8 rows a micro-batch" in _printed(plan)
+    assert "8 rows per micro-batch" in _printed(plan)
 
 
 def test_rows_beside_padding_show_both():

@@ -188,7 +188,46 @@ def test_a_line_that_is_no_object_is_an_error(value: object) -> None:
     assert "not an object" in error_of(RECORD, value)
 
 
-@pytest.mark.parametrize("text", ["{", "{'prompt': 1}", "p0 0 0 12 30", "[" * 100_000, "1" * 5_000, "\ufeff{}"])
+def test_a_number_of_thousands_of_digits_is_refused_as_such() -> None:
+    """Python refuses to read it, which is no fault of the line's JSON."""
+    text = json.dumps({**RECORD, "session": 7}).replace("7", "1" * 5_000)
+    with pytest.raises(RowsError, match=r"^line 2: a number has too many digits"):
+        Rows.from_jsonl(io.StringIO("\n" + text))
+
+
+@pytest.mark.parametrize("inside", ["", '"extra": {"a": 1, "a": 2}, '])
+def test_a_key_that_an_object_has_twice_is_refused(inside: str) -> None:
+    text = json.dumps(RECORD)[1:] if inside else json.dumps(RECORD)[1:].replace("}", ', "session": 1}')
+    with pytest.raises(RowsError, match=rf"^line 1: the key '{'a' if inside else 'session'}' is given 2 times"):
+        Rows.from_jsonl(io.StringIO("{" + inside + text))
+
+
+@pytest.mark.parametrize("place", [0, 499, 500, 1_233])
+def test_a_wrong_row_of_many_is_named_wherever_it_stands(place: int) -> None:
+    """Rows are checked many at a time; the error is about one."""
+    records = [{**RECORD, "trajectory": i} for i in range(1_234)]
+    records[place]["loss_tokens"] = 31
+    with pytest.raises(RowsError, match=rf"^line {place + 1}: loss_tokens is 31"):
+        Rows.from_jsonl(lines(*records))
+    records[place] |= {"loss_tokens": 3, "trajectory": 1 if place == 0 else 0}
+    first, second = (1, 2) if place == 0 else (1, place + 1)
+    with pytest.raises(RowsError, match=rf"^line {second}: row p0/0/[01] stands at line {first} already"):
+        Rows.from_jsonl(lines(*records))
+
+
+def test_rows_read_many_at_a_time_are_those_read_one_by_one() -> None:
+    records = [
+        {**{name: RECORD[name] for name in REQUIRED}, "prompt": f"p{i}", "reward": 0.5}
+        | ({"loss_tokens": i % 31} if i % 3 else {})
+        | ({"is_padding": True} if i % 7 == 0 else {})
+        for i in range(1_100)
+    ]
+    rows = Rows.from_records(records)
+    singly = [record for each in records for record in Rows.from_records([each]).to_records()]
+    assert list(rows.to_records()) == singly
+
+
+@pytest.mark.parametrize("text", ["{", "{'prompt': 1}", "p0 0 0 12 30", "[" * 100_000, "\ufeff{}", "{} {}"])
 def test_a_line_that_is_not_json_names_its_line(text: str) -> None:
     with pytest.raises(RowsError, match=r"^line 3: not JSON"):
         Rows.from_jsonl(io.StringIO(json.dumps(RECORD) + "\n\n" + text + "\n"))

@@ -20,6 +20,7 @@ from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.media import image_filler
 from raggedright.train.eyes import load_vision, save_vision
 from raggedright.train.models import load_actor, load_critic, load_tokenizer
+from raggedright.train.round import model_fields
 
 
 def micro_of(family: str, how: Collate, *, rows: slice = slice(None)) -> MicroBatch:
@@ -37,9 +38,8 @@ def micro_of(family: str, how: Collate, *, rows: slice = slice(None)) -> MicroBa
         ids = [token for part in parts for token in part]
         mask = [1] * 3 + [0] * len(parts[2]) + [1] * 2
         joined = {name: torch.cat([part[name] for part in media]) for name in media[0]} if media else {}
-        fields.append(
-            {"input_ids": torch.tensor(ids), "response_mask": torch.tensor(mask), **vision.fields(ids, joined)}
-        )
+        arrays = {"input_ids": np.array(ids), "response_mask": np.array(mask), **vision.fields(ids, joined)}
+        fields.append(model_fields(arrays, has_vision=True))
         counts = {"prompt_tokens": len(parts[0]), "response_tokens": len(mask), "loss_tokens": 5}
         records.append({"prompt": "p", "session": number, "trajectory": 0, **counts})
     collator = Collator(how=how, token_id=0, mrope=True, image_filler=image_filler(model.config))

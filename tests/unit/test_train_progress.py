@@ -2,6 +2,7 @@
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from raggedright.train.progress import Figures, Progress
@@ -58,3 +59,26 @@ def test_markup_and_names_of_emoji_in_a_cause_are_text():
 
 def test_a_terminal_has_a_bar_that_counts_rounds():
     assert "2/2" in shown(FIGURES, FIGURES, terminal=True)
+
+
+def test_the_spread_of_scores_and_the_shares_that_are_not_zero_are_shown():
+    figures = FIGURES._replace(score_std=0.5, shares={"no signal": 0.4, "cut": 0.0})
+    assert "score 0.250 std 0.500  1,234 rows + 2 padding  no signal 40%  5,000 tokens/s" in shown(figures)
+
+
+@pytest.mark.parametrize("score", [1e308, -1e308, 1e6])
+def test_large_scores_have_an_exponent_and_not_all_their_digits(score: float):
+    assert f"score {score:.3g} std {abs(score):.3g}  " in str(FIGURES._replace(score=score, score_std=abs(score)))
+    assert "score 999999.500  " in str(FIGURES._replace(score=999_999.5))
+
+
+def test_at_80_columns_a_bar_cuts_nothing_off():
+    out = StringIO()
+    progress = Progress(150, console=Console(file=out, force_terminal=True, width=80, color_system=None))
+    progress.round(1, FIGURES._replace(score_std=0.5, failed=3, shares={"no signal": 0.4, "cut": 0.1, "no loss": 0.2}))
+    progress.warn("rounds 1 to 3 had no gradient")
+    progress.close()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
+    last = " ".join(out.getvalue().rpartition("1/150")[2].split())
+    assert all(words in last for words in ("no signal 40%", "cut 10%", "no loss 20%", "tokens/s"))
+    assert "warning: rounds 1 to 3 had no gradient" in out.getvalue()

@@ -21,9 +21,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import CriticConfig
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-from raggedright.integrations.verl import losses
 from raggedright.plan.weights import token_weights
 from raggedright.rows import Rows
+from raggedright.verl import weighted_losses
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 FIELDS = (
@@ -80,7 +80,9 @@ def train_with(mode: str, sessions, folder: Path, *, dp_size: int, role: str = "
         num_mini_batch = int(info["num_mini_batch"])  # pyright: ignore[reportArgumentType]
         batch = trainer._round.view(role)
     parts = batch.chunk(dp_size)
-    weight = [losses.CRITIC_WEIGHT if role == "critic" else losses.ACTOR_WEIGHT] if mode != "sync" else []
+    weight = (
+        [weighted_losses.CRITIC_WEIGHT if role == "critic" else weighted_losses.ACTOR_WEIGHT] if mode != "sync" else []
+    )
     ranks = [_read(part, [*FIELDS, *weight]) for part in parts]
     drop = ("num_mini_batch", "epochs", "seed", "dataloader_kwargs", "temperature")
     info = {name: value for name, value in info.items() if name not in drop}
@@ -127,9 +129,9 @@ def gradient_errors(trained: Trained, mode: str, *, role: str = "actor", max_tok
         config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode, cliprange_value=0.5)
     else:
         config = replace(omega_conf_to_dataclass(trained.trainer.config.actor_rollout_ref.actor), loss_agg_mode=mode)
-    ours = losses.ACTOR_WEIGHT in trained.ranks[0][0] or losses.CRITIC_WEIGHT in trained.ranks[0][0]
+    ours = weighted_losses.ACTOR_WEIGHT in trained.ranks[0][0] or weighted_losses.CRITIC_WEIGHT in trained.ranks[0][0]
     loss = {
-        ("actor", True): losses.weighted_policy_loss, ("critic", True): losses.weighted_value_loss,
+        ("actor", True): weighted_losses.weighted_policy_loss, ("critic", True): weighted_losses.weighted_value_loss,
         ("actor", False): ppo_loss, ("critic", False): value_loss,
     }[role, ours]  # fmt: skip
     model = Model()

@@ -19,7 +19,7 @@ if find_spec("transfer_queue") and find_spec("verl") and getattr(find_spec("verl
         import cpu_ranks  # noqa: F401 before verl asks for a device
         import torch
 
-        import raggedright.integrations.verl  # noqa: F401
+        import raggedright.verl  # noqa: F401
     torch.set_num_threads(1)
 else:
     names = ("align", "comparison", "contract", "losses", "trainer", "workers")

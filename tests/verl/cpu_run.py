@@ -105,7 +105,7 @@ def read_rows(folder: Path, number: int) -> list[dict]:
 def environment(metrics: Path) -> dict[str, str]:
     """The variables of a run; verl loads the external modules in all of its processes, in this order."""
     return os.environ | {
-        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,raggedright.integrations.verl",
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,raggedright.verl",
         "VERL_FILE_LOGGER_PATH": str(metrics),
         "PYTHONPATH": os.pathsep.join((str(HERE), str(SOURCES))),
         "OMP_NUM_THREADS": "1",

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from raggedright.integrations.verl import contract
+from raggedright.verl import contract
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

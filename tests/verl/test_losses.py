@@ -17,10 +17,9 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos as core
 from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 
-from raggedright import ConfigError, Layout, Rows
-from raggedright.integrations.verl import losses
-from raggedright.integrations.verl.align import Grid, make_verl_plan, step_of_row, weigh
+from raggedright import ConfigError, Layout, Rows, make_plan
 from raggedright.plan.layout import LossAgg
+from raggedright.verl import weighted_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,19 +51,24 @@ def actor_config(**settings: object) -> ActorConfig:
     )  # fmt: skip
 
 
-def planned(rows: Rows, grid: Grid, batch_size: int = 4):
+def planned(rows: Rows, *, dp_size: int, mini_batch_size: int, loss_agg: str = "token-mean"):
     """The plan, each rank's rows by step with their weights in them, and what the batch tells the workers."""
-    layout = Layout(dp_size=grid.dp_size, batch_size=batch_size, mini_batch_size=grid.mini_batch_size, rollout_n=2)
-    plan = make_verl_plan(rows, layout, grid)
+    layout = Layout(
+        cut="equal-rows", dp_size=dp_size, batch_size=4, mini_batch_size=mini_batch_size, rollout_n=2,
+        loss_agg="token-mean" if loss_agg == "token-sum" else loss_agg, loss_norm_tokens=NORM_TOKENS,
+    )  # fmt: skip
+    plan = make_plan(rows, layout)
     steps = plan.steps("actor")
     fields = make_batch(plan.padded_rows)
-    weights = np.append(weigh(rows, grid, step_of_row(steps, len(rows))), np.zeros(plan.num_padding_rows))
-    for name in (losses.ACTOR_WEIGHT, losses.CRITIC_WEIGHT):
+    weights = np.zeros(len(fields))
+    for step in steps:
+        weights[step.row] = step.weight > 0 if loss_agg == "token-sum" else step.weight
+    for name in (weighted_losses.ACTOR_WEIGHT, weighted_losses.CRITIC_WEIGHT):
         for row, weight in zip(fields, weights.tolist(), strict=True):
             row[name] = torch.tensor([weight], dtype=torch.float32)
-    ranks = [[fields[i] for step in steps for i in step.micro_batch(r, 0)] for r in range(grid.dp_size)]
+    ranks = [[fields[i] for step in steps for i in step.micro_batch(r, 0)] for r in range(dp_size)]
     num_tokens, num_rows = int(rows.loss_tokens.sum()), int((rows.loss_tokens > 0).sum())
-    info = {losses.TOKEN_SCALE: len(steps) / num_tokens, losses.ROW_SCALE: len(steps) / num_rows}
+    info = {weighted_losses.TOKEN_SCALE: len(steps) / num_tokens, weighted_losses.ROW_SCALE: len(steps) / num_rows}
     return plan, fields, ranks, info
 
 
@@ -105,15 +109,19 @@ def error(found: Tensor, right: Tensor) -> float:
 def test_the_actors_gradient_is_that_of_the_rows_one_by_one(mode, dp_size, max_tokens):
     """verl 0.9.1: gradient off by 0.375 with 20 real and 12 padding rows in sequence-mean modes."""
     rows = make_rows()
-    grid = Grid(dp_size=dp_size, mini_batch_size=2, loss_agg=mode, loss_norm_tokens=NORM_TOKENS)
-    plan, fields, ranks, info = planned(rows, grid)
+    plan, fields, ranks, info = planned(rows, dp_size=dp_size, mini_batch_size=2, loss_agg=mode)
     model, config = Model(), actor_config()
     found, _ = update(
-        model, ranks, partial(losses.weighted_policy_loss, config), num_mini_batch=2, info=info, max_tokens=max_tokens
+        model,
+        ranks,
+        partial(weighted_losses.weighted_policy_loss, config),
+        num_mini_batch=2,
+        info=info,
+        max_tokens=max_tokens,
     )
     assert len(found) == 2
     for gradient, step in zip(found, plan.steps("actor"), strict=True):
-        weights = [float(fields[i][losses.ACTOR_WEIGHT]) for i in step.row]
+        weights = [float(fields[i][weighted_losses.ACTOR_WEIGHT]) for i in step.row]
         right = reference_gradient(model, [fields[i] for i in step.row], weights, actor_row_loss(config))
         assert error(gradient, right) < 1e-7
 
@@ -121,11 +129,11 @@ def test_the_actors_gradient_is_that_of_the_rows_one_by_one(mode, dp_size, max_t
 @pytest.mark.parametrize("loss_mode", ["dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo", "sapo"])
 def test_every_policy_loss_of_verl_takes_the_weights(loss_mode):
     rows = make_rows()
-    plan, fields, ranks, info = planned(rows, Grid(dp_size=2, mini_batch_size=2, loss_agg="session-mean"))
+    plan, fields, ranks, info = planned(rows, dp_size=2, mini_batch_size=2, loss_agg="session-mean")
     model, config = Model(), actor_config(policy_loss=PolicyLossConfig(loss_mode=loss_mode, dro_beta=0.1))
-    found, _ = update(model, ranks, partial(losses.weighted_policy_loss, config), num_mini_batch=2, info=info)
+    found, _ = update(model, ranks, partial(weighted_losses.weighted_policy_loss, config), num_mini_batch=2, info=info)
     for gradient, step in zip(found, plan.steps("actor"), strict=True):
-        weights = [float(fields[i][losses.ACTOR_WEIGHT]) for i in step.row]
+        weights = [float(fields[i][weighted_losses.ACTOR_WEIGHT]) for i in step.row]
         right = reference_gradient(model, [fields[i] for i in step.row], weights, actor_row_loss(config))
         assert error(gradient, right) < 1e-7
 
@@ -133,18 +141,19 @@ def test_every_policy_loss_of_verl_takes_the_weights(loss_mode):
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm", "session-mean"])
 def test_the_critics_gradient_is_that_of_the_rows_one_by_one(mode):
     """verl 0.9.1: gradient off by 0.375 with 20 real and 12 padding rows in sequence-mean modes."""
-    grid = Grid(dp_size=4, mini_batch_size=2, loss_agg=mode, loss_norm_tokens=NORM_TOKENS)
-    plan, fields, ranks, info = planned(make_rows(), grid)
+    plan, fields, ranks, info = planned(make_rows(), dp_size=4, mini_batch_size=2, loss_agg=mode)
     config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, cliprange_value=0.5)
     model = Model()
-    found, metrics = update(model, ranks, partial(losses.weighted_value_loss, config), num_mini_batch=2, info=info)
+    found, metrics = update(
+        model, ranks, partial(weighted_losses.weighted_value_loss, config), num_mini_batch=2, info=info
+    )
 
     def of_row(output: dict[str, Tensor], row: Row) -> Tensor:
         given = (output["values"], *(row[name].unsqueeze(0) for name in ("returns", "values", "response_mask")))
         return core.compute_value_loss(*given, 0.5)[0]
 
     for gradient, step in zip(found, plan.steps("actor"), strict=True):
-        weights = [float(fields[i][losses.CRITIC_WEIGHT]) for i in step.row]
+        weights = [float(fields[i][weighted_losses.CRITIC_WEIGHT]) for i in step.row]
         right = reference_gradient(model, [fields[i] for i in step.row], weights, of_row)
         assert error(gradient, right) < 1e-7
     values = [
@@ -156,10 +165,10 @@ def test_the_critics_gradient_is_that_of_the_rows_one_by_one(mode):
 @pytest.mark.parametrize("mini_batch_size", [4, 1])
 def test_metrics_of_the_loss_are_means_over_real_tokens(mini_batch_size):
     """verl 0.9.1 averages over micro-batches whatever they hold: pg_clipfrac 0.223 -> 0.149."""
-    plan, fields, ranks, info = planned(make_rows(), Grid(dp_size=4, mini_batch_size=mini_batch_size))
+    plan, fields, ranks, info = planned(make_rows(), dp_size=4, mini_batch_size=mini_batch_size)
     model, config = Model(), actor_config()
     steps = len(plan.steps("actor"))
-    loss = partial(losses.weighted_policy_loss, config)
+    loss = partial(weighted_losses.weighted_policy_loss, config)
     _, metrics = update(model, ranks, loss, num_mini_batch=steps, info=info, max_tokens=27)
     clipped, kl = [], []
     for row in fields:
@@ -174,14 +183,14 @@ def test_metrics_of_the_loss_are_means_over_real_tokens(mini_batch_size):
 
 
 def test_rollout_correction_weights_stay_in_the_loss():
-    _, fields, ranks, info = planned(make_rows(), Grid(dp_size=2, mini_batch_size=4, loss_agg="seq-mean-token-mean"))
+    _, fields, ranks, info = planned(make_rows(), dp_size=2, mini_batch_size=4, loss_agg="seq-mean-token-mean")
     for row in fields:
         row["rollout_is_weights"] = 0.5 + row["values"].abs()
     model, config = Model(), actor_config()
-    loss = partial(losses.weighted_policy_loss, config)
+    loss = partial(weighted_losses.weighted_policy_loss, config)
     (found,), _ = update(model, ranks, loss, num_mini_batch=1, info=info)
     corrected = [{**row, "advantages": row["advantages"] * row["rollout_is_weights"]} for row in fields]
-    weights = [float(row[losses.ACTOR_WEIGHT]) for row in fields]
+    weights = [float(row[weighted_losses.ACTOR_WEIGHT]) for row in fields]
     assert error(found, reference_gradient(model, corrected, weights, actor_row_loss(config))) < 1e-7
 
 
@@ -189,11 +198,11 @@ def test_bypass_mode_takes_weights_by_the_advantage():
     """Its own rollout correction stays verl's; with neither weights nor rejection it is the clipped objective."""
     correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
     policy_loss = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction)
-    _, fields, ranks, info = planned(make_rows(), Grid(dp_size=2, mini_batch_size=4, loss_agg="session-mean"))
+    _, fields, ranks, info = planned(make_rows(), dp_size=2, mini_batch_size=4, loss_agg="session-mean")
     model = Model()
-    loss = partial(losses.weighted_policy_loss, actor_config(policy_loss=policy_loss))
+    loss = partial(weighted_losses.weighted_policy_loss, actor_config(policy_loss=policy_loss))
     (found,), metrics = update(model, ranks, loss, num_mini_batch=1, info=info)
-    weights = [float(row[losses.ACTOR_WEIGHT]) for row in fields]
+    weights = [float(row[weighted_losses.ACTOR_WEIGHT]) for row in fields]
     right = reference_gradient(model, fields, weights, actor_row_loss(actor_config()))
     assert error(found, right) < 1e-7
     old = [-row["old_log_probs"][row["response_mask"].bool()].mean() for row in fields if row["response_mask"].any()]
@@ -203,4 +212,4 @@ def test_bypass_mode_takes_weights_by_the_advantage():
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "geo_mean", "somebody's own"])
 def test_a_policy_loss_that_cannot_be_weighed_is_refused_by_name(loss_mode):
     with pytest.raises(ConfigError, match=f"loss_mode '?\"?{loss_mode}"):
-        losses.check_policy_loss(loss_mode)
+        weighted_losses.check_policy_loss(loss_mode)

@@ -11,7 +11,7 @@ from stored import Ranks, make_config, make_trainer, put_sessions, ragged_sessio
 from verl.trainer.ppo.core_algos import AdvantageEstimator, get_adv_estimator_fn
 
 from raggedright import ConfigError, Layout, Rows, Scores, make_plan, session_advantages
-from raggedright.integrations.verl.queue import fields_by_key, get_field, get_row
+from raggedright.verl.queue import fields_by_key, get_field, get_row
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("queue")]
 TEN_ROWS = [("p0", i, [(3, 5)] * (10 if i == 0 else 1), float(i == 0)) for i in range(4)]

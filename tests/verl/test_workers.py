@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 
-from raggedright.integrations.verl import losses
-from raggedright.integrations.verl.queue import get_field
+from raggedright.verl import weighted_losses
+from raggedright.verl.queue import get_field
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("queue")]
-FIELDS = ("input_ids", "responses", "response_mask", "old_log_probs", "advantages", losses.ACTOR_WEIGHT)
+FIELDS = ("input_ids", "responses", "response_mask", "old_log_probs", "advantages", weighted_losses.ACTOR_WEIGHT)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def trainer(queue, folder) -> Iterator[object]:
     config = make_config(folder, **engine_settings(), **own)
     workers = start_actor(config, 2)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    workers.set_loss_fn(partial(losses.weighted_policy_loss, config=actor))
+    workers.set_loss_fn(partial(weighted_losses.weighted_policy_loss, config=actor))
     yield make_trainer(config, workers)
     for worker in workers.workers:
         ray.kill(worker)
@@ -60,7 +60,7 @@ def test_weights_of_verls_workers_move_by_the_gradient_of_the_rows_one_by_one(nu
     model.load_state_dict(start)
     for row in rows:
         if row["response_mask"].any():
-            (summed_loss(model, row) * row[losses.ACTOR_WEIGHT]).sum().backward()
+            (summed_loss(model, row) * row[weighted_losses.ACTOR_WEIGHT]).sum().backward()
     found = torch.cat([(start[name] - end[name]).flatten() for name in start])
     gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
     right = torch.cat([gradients[name].flatten() for name in start])

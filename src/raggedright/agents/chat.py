@@ -6,10 +6,13 @@ of one. In a config:
 
     agent.name = "chat"
     agent.options = { reward = "my_rewards:exact", system = "Answer with a number.", max_tokens = 64 }
+
+`chat_template_kwargs` are settings of the tokenizer's chat template, such as { enable_thinking = false }.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import isawaitable
+from types import MappingProxyType
 from typing import cast
 
 from raggedright.agents.named import find_named
@@ -22,16 +25,23 @@ Reward = Callable[[Task, str], float | Awaitable[float]]
 class Chat:
     """An agent with options: they are the arguments of its class."""
 
-    def __init__(self, *, reward: str, system: str = "", max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        reward: str,
+        system: str = "",
+        max_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         found = find_named(reward, key="agent.options.reward")
         if not callable(found):
             raise ConfigError(f"agent.options.reward is {reward!r}, which cannot be called; name a function")
         self._reward = cast(Reward, found)
-        self._system, self._max_tokens = system, max_tokens
+        self._system, self._max_tokens, self._template = system, max_tokens, chat_template_kwargs
 
     async def __call__(self, task: Task, session: Session) -> float:
         """One trajectory with one reply."""
-        trajectory = session.trajectory(self._messages(task))
+        trajectory = session.trajectory(self._messages(task), chat_template_kwargs=self._template)
         reply = await trajectory.generate(max_tokens=self._max_tokens)
         reward = self._reward(task, reply.text)
         return await reward if isawaitable(reward) else reward

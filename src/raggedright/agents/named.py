@@ -36,3 +36,7 @@ def _import(module_name: str, name: str, key: str) -> object:
         raise ConfigError(
             f"{key} is {name!r} and there is no module {error.name}; run in its folder (not {folder}), or install it"
         ) from None
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise ConfigError(
+            f"{key} is {name!r} and importing {module_name} fails: {type(error).__name__}: {error}; fix the module"
+        ) from error

@@ -4,14 +4,17 @@ A file's tasks are shuffled afresh every epoch. Rounds take them one after anoth
 epoch and the beginning of the next. Invariants: an epoch has each task once; a round has none twice; what is in a round
 depends on (seed, round, batch_size) alone. A function makes endless tasks: task i is what it returns for (i, seed).
 
-The surprise: a round that spans two epochs must not have a task twice, so tasks that it has from the first one move
-back a little in the second one's order.
+With dynamic sampling a round draws as many tasks as it needs, from the place where the last round stopped (`draw`).
+What is at a place of that sequence depends on (seed, most) alone, and any `most` neighbours are different tasks.
+
+Note: a round that spans two epochs must not have a task twice, so tasks that it has from the first one move back a
+little in the second one's order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -20,7 +23,7 @@ from raggedright.agents.session import Task
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
 from raggedright.records import parse_lines
-from raggedright.store.tags import is_text
+from raggedright.sessions import is_text
 
 Make = Callable[[int, int], Mapping[str, object]]
 
@@ -34,6 +37,15 @@ class Tasks(Protocol):
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """The tasks of a round; rounds count from 1."""
+        ...
+
+    def draw(self, start: int, count: int, *, batch_size: int, most: int) -> list[Task]:
+        """The tasks from place `start` on, for rounds that draw at least `batch_size` and at most `most` in a row."""
+        ...
+
+    @property
+    def num_different(self) -> int | None:
+        """How many tasks there are; None where there is no end to them."""
         ...
 
 
@@ -74,6 +86,15 @@ class MadeTasks:
         """Tasks number round * batch_size and on."""
         return [self._task(round * batch_size + i) for i in range(batch_size)]
 
+    def draw(self, start: int, count: int, *, batch_size: int, most: int) -> list[Task]:
+        """Tasks number batch_size + start and on, so that the first place is the first task of the first round."""
+        return [self._task(batch_size + start + i) for i in range(count)]
+
+    @property
+    def num_different(self) -> None:
+        """No end."""
+        return None
+
     def _task(self, index: int) -> Task:
         data = self._make(index, self._seed)
         if not isinstance(data, Mapping):
@@ -87,7 +108,7 @@ class FileTasks:
 
     def __init__(self, source: str, tasks: Sequence[Task], *, seed: int) -> None:
         self._source, self._tasks, self._seed = source, tasks, seed
-        self._last: tuple[int, int, Ints] | None = None  # batch_size, epoch, its order
+        self._last: tuple[_Rule, int, Ints] | None = None  # the rule, an epoch, its order
 
     def check_enough(self, num_tasks: int, key: str) -> None:
         """They are all different."""
@@ -99,35 +120,68 @@ class FileTasks:
     def of_round(self, round: int, batch_size: int) -> list[Task]:
         """The next `batch_size` tasks of the epochs' orders."""
         self.check_enough(batch_size, "train.batch_size")
-        size = len(self._tasks)
-        epoch, start = divmod((round - 1) * batch_size, size)
-        order = self._order(epoch, batch_size)[start : start + batch_size]
-        rest = batch_size - len(order)
+        return self._slice((round - 1) * batch_size, batch_size, _Rule(batch_size, is_window=False))
+
+    def draw(self, start: int, count: int, *, batch_size: int, most: int) -> list[Task]:
+        """The next tasks of the epochs' orders."""
+        return self._slice(start, count, _Rule(most, is_window=True))
+
+    @property
+    def num_different(self) -> int:
+        """The tasks of the file."""
+        return len(self._tasks)
+
+    def _slice(self, start: int, count: int, rule: "_Rule") -> list[Task]:
+        epoch, first = divmod(start, len(self._tasks))
+        order = self._order(epoch, rule)[first : first + count]
+        rest = count - len(order)
         if rest:
-            order = np.concatenate([order, self._order(epoch + 1, batch_size)[:rest]])
+            order = np.concatenate([order, self._order(epoch + 1, rule)[:rest]])
         return [self._tasks[i] for i in order.tolist()]
 
-    def _order(self, epoch: int, batch_size: int) -> Ints:
+    def _order(self, epoch: int, rule: "_Rule") -> Ints:
         """An epoch's order, found from the one before it; the last one is kept."""
-        if self._last is None or self._last[0] != batch_size or self._last[1] > epoch:
-            self._last = batch_size, 0, self._shuffled(0)
+        if self._last is None or self._last[0] != rule or self._last[1] > epoch:
+            self._last = rule, 0, self._shuffled(0)
         _, known, order = self._last
         for number in range(known + 1, epoch + 1):
-            taken = number * len(self._tasks) % batch_size  # of the round that spans both epochs
-            order = _after(order[len(order) - taken :], self._shuffled(number), batch_size - taken)
-        self._last = batch_size, max(known, epoch), order
+            order = _after(order, self._shuffled(number), rule.earliest(number * len(self._tasks)))
+        self._last = rule, max(known, epoch), order
         return order
 
     def _shuffled(self, epoch: int) -> Ints:
         return np.random.default_rng([self._seed, epoch + 1]).permutation(len(self._tasks))
 
 
-def _after(taken: Ints, order: Ints, num_first: int) -> Ints:
-    """An order whose first `num_first` have none of those taken; the others follow as they came."""
-    if not len(taken):
-        return order
-    first = order[~np.isin(order, taken)][:num_first]
-    return np.concatenate([first, order[~np.isin(order, first)]])
+class _Rule(NamedTuple):
+    """Which tasks must differ: those of each round of `size`, or any `size` neighbours."""
+
+    size: int
+    is_window: bool
+
+    def earliest(self, start: int) -> Ints:
+        """The first place in the epoch from `start` on that each of the last tasks before it may have."""
+        if self.is_window:
+            return np.arange(1, self.size)
+        taken = start % self.size  # by the round that spans both epochs
+        return np.full(taken, self.size - taken)
+
+
+def _after(before: Ints, order: Ints, earliest: Ints) -> Ints:
+    """The order, but that the last tasks of the epoch before come no sooner than allowed; the others as they came."""
+    place = dict(zip(before[len(before) - len(earliest) :].tolist(), earliest.tolist(), strict=True))
+    first: list[int] = []
+    waiting: list[int] = []
+    rest = iter(order.tolist())
+    for position in range(int(earliest.max(initial=0))):
+        task = next((task for task in waiting if place[task] <= position), None)
+        if task is not None:
+            waiting.remove(task)
+        while task is None or place.get(task, 0) > position:
+            waiting += [] if task is None else [task]
+            task = next(rest)
+        first.append(task)
+    return np.array([*first, *waiting, *rest], dtype=np.int64)
 
 
 def _jsonl(source: str) -> Iterator[tuple[str, object]]:

@@ -12,21 +12,26 @@ import asyncio
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
+from threading import get_ident
 from typing import NamedTuple
 
+import torch
+
 from raggedright.agents.causes import cause_of, one_line
-from raggedright.agents.recorder import CANCELLED, AttemptResult, SessionRecorder
+from raggedright.agents.recorder import CANCELLED, SessionRecorder
 from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.watchdog import Guarded, GuardedLoop, LoopTime, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
-from raggedright.store.protocol import SessionKey
+from raggedright.sessions import Session as RecordedSession
+from raggedright.sessions import SessionKey, check_session
 
 MOST_GRACE = 1.0  # seconds between cancelling an agent and leaving it behind
 _CANCELLED_OTHERS = "an agent cancelled tasks that are not its own (asyncio.all_tasks has all); cancel what it started"
@@ -74,25 +79,26 @@ class RoundRun:
         self._loop.set_exception_handler(lambda _loop, context: _log.debug("in an agent's task: %s", context))
         self._all_final = self._loop.create_future()  # cancelled when the run is to end before
         self._main: asyncio.Task[None] | None = None
+        self._thread = get_ident()
 
     def run(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
         """Run them all; afterwards nothing of theirs runs any more."""
-        with Watchdog(self._loop, self._settings.timeout).watching():
+        with Watchdog(self._loop, self._settings.timeout).watching(), _torch_settings_restored():
             try:
                 self._main = self._loop.create_task(self._all(sessions))
                 self._drive(self._main)
             except asyncio.CancelledError:
                 if self._error is not None:
                     with suppress(RaggedRightError):  # the first error says more
-                        self._recorder.put_ended()
+                        self._recorder.flush()
                     raise self._error from None
                 if not self._time.stopped:
                     raise RaggedRightError(_CANCELLED_OTHERS) from None
-                self._recorder.put_cancelled(record=self._records_cancelled)
+                self._recorder.flush_cancelled(record=self._records_cancelled)
             except KeyboardInterrupt:
                 self._end_all()
                 with suppress(RaggedRightError):  # it may have come in the middle of a put
-                    self._recorder.put_cancelled(record=True)
+                    self._recorder.flush_cancelled(record=True)
                 raise
             finally:
                 self._close()
@@ -107,7 +113,8 @@ class RoundRun:
     def _stop(self) -> None:
         self._end_all()
         assert self._main is not None
-        self._main.cancel()
+        with Unguarded():
+            self._main.cancel()
 
     async def _all(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
         self._waiting, self._num_open = iter(sessions), len(sessions)
@@ -115,7 +122,7 @@ class RoundRun:
             self._start_next()
         if sessions:
             await self._all_final
-        self._recorder.put_ended()
+        self._recorder.flush()
 
     def _start_next(self) -> None:
         """Start a session that waits, if there is one."""
@@ -158,12 +165,12 @@ class RoundRun:
         task, key, last, session, running = attempt
         try:
             if is_late and not guard.blocked_for:
-                result = AttemptResult(f"{self._late}; make it faster, or raise rollout.timeout")
+                result = RecordedSession(key=key, cause=f"{self._late}; make it faster, or raise rollout.timeout")
             else:
-                result = _result_of(running, session, guard)
-            session.let_go()
+                result = _result_of(key, running, session, guard)
+            session.let_go(self._engine.forget)
             is_final = not result.cause or key.attempt == last
-            self._recorder.add(self._loop, key, result, is_last=is_final, on_error=self._fail)
+            self._recorder.add(self._loop, result, is_last=is_final, on_error=self._fail)
             if not is_final:
                 self._start(task, key._replace(attempt=key.attempt + 1), last=last)
                 return
@@ -188,6 +195,8 @@ class RoundRun:
 
     async def _generate(self, request: Request) -> Generation:
         """Ask the engine, whose code and tasks run in no session's name; its errors end the run."""
+        if get_ident() != self._thread:
+            raise SessionError("generate was called in another thread than the agent's; await it in the agent itself")
         try:
             with Unguarded():
                 generation = await self._engine.generate(request)
@@ -210,8 +219,9 @@ class RoundRun:
             return
         self._active[guard].session.end(why)
         guard.ended = True
-        for task in [*guard.tasks]:
-            task.cancel()
+        with Unguarded():
+            for task in [*guard.tasks]:
+                task.cancel()
 
     def _end_all(self) -> None:
         for guard in [*self._active]:
@@ -245,6 +255,17 @@ class RoundRun:
             self._loop.close()
 
 
+@contextmanager
+def _torch_settings_restored() -> Iterator[None]:
+    """Give training torch's settings of before the rollout, which an agent may change for a model of its own."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+
+
 def _copied(data: Mapping[str, object]) -> Mapping[str, object]:
     """A deep copy; most tasks are a dict of plain values and lists of them, for which deepcopy takes its time."""
     copied: dict[str, object] = {}
@@ -256,27 +277,32 @@ def _copied(data: Mapping[str, object]) -> Mapping[str, object]:
     return copied if type(data) is dict and len(copied) == len(data) else deepcopy(data)
 
 
-def _result_of(running: asyncio.Task[object], session: Session, guard: Guarded) -> AttemptResult:
+def _result_of(key: SessionKey, running: asyncio.Task[object], session: Session, guard: Guarded) -> RecordedSession:
     """What the agent's end means: a session needs a finite reward and a trajectory or more."""
+    failed = partial(RecordedSession, key=key)
     ran = running.done() and not running.cancelled()
     error = running.exception() if ran else asyncio.CancelledError()
     if guard.blocked_for and (error is None or isinstance(error, asyncio.CancelledError)):
-        return AttemptResult(f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
+        return failed(cause=f"blocked the event loop for {guard.blocked_for:.3g} s; use await")
     if error is not None:
-        return AttemptResult(cause_of(error, __file__))
+        return failed(cause=cause_of(error, __file__))
     value = running.result()
     score = finite(value)
     if score is None:
         shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
-        return AttemptResult(one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
+        return failed(cause=one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
     if not session.num_trajectories:
-        return AttemptResult(
-            "returned without a trajectory; open one with session.trajectory(prompt) and generate in it"
+        return failed(
+            cause="returned without a trajectory; open one with session.trajectory(prompt) and generate in it"
         )
     try:
-        return AttemptResult(rows=session.rows(), score=score)
+        recorded = replace(session.record(score), key=key)  # an agent may do anything to its session's key
+        check_session(recorded)
     except SessionError as invalid:
-        return AttemptResult(one_line(f"SessionError: {invalid}"))
+        return failed(cause=one_line(f"SessionError: {invalid}"))
+    except Exception as error:  # an agent may have set anything
+        return failed(cause=cause_of(error, __file__))
+    return recorded
 
 
 def _leave_behind(task: asyncio.Task[object]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.recorder import OnDone, SessionRecorder
@@ -25,8 +26,8 @@ from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.protocol import Engine
-from raggedright.store.listing import Listing, join_listings, listing_of
-from raggedright.store.protocol import SessionKey, Store
+from raggedright.sessions import SessionKey, SessionTable
+from raggedright.store.protocol import Store
 
 __all__ = ["RolloutSettings", "Runner"]
 
@@ -56,12 +57,12 @@ class Runner:
         greedy: bool = False,
         resume: bool = False,
         on_done: OnDone | None = None,
-    ) -> Listing:
-        """Run all of these (task, session number) pairs until each is finished or failed in the store; list them.
+    ) -> SessionTable:
+        """Run all of these (task, session number) pairs until each is finished or failed in the store; their table.
 
         With `resume`, those that the store has as finished, or as failed for good, are left as they are.
-        `on_done` gets the listing of sessions whose last attempt was just put. In the main thread an agent that blocks
-        the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
+        `on_done` gets the number of sessions whose last attempt was just recorded. In the main thread an agent that
+        blocks the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
         """
         _refuse_running_loop()
         settings = self._settings
@@ -73,16 +74,16 @@ class Runner:
             raise RaggedRightError(
                 f"round {round}: session {twice[0]}/{twice[1]} is given twice; number them 0, 1, ..."
             )
-        last = {(entry.key.prompt, entry.key.session): entry for entry in store.list(round=round)}  # its last attempt
+        table = store.sessions(round)
         next_attempt, reused = dict.fromkeys(pairs, 0), []
-        for pair in pairs.keys() & last.keys():
-            entry = last[pair]
-            next_attempt[pair] = entry.key.attempt + 1
-            if resume and (entry.state == "finished" or next_attempt[pair] >= settings.attempts):
-                del next_attempt[pair], pairs[pair]
-                reused.append(entry)
+        for i, pair in enumerate(zip(table.prompt.tolist(), table.session.tolist(), strict=True)):
+            if pair in pairs:
+                next_attempt[pair] = int(table.attempt[i]) + 1
+                if resume and (not table.failed[i] or next_attempt[pair] >= settings.attempts):
+                    del next_attempt[pair], pairs[pair]
+                    reused.append(i)
         keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
-        recorder = SessionRecorder(store, keys, on_done)
+        recorder = SessionRecorder(store, round, keys, on_done)
         new_session = partial(
             Session,
             tokenizer=self._tokenizer,
@@ -95,7 +96,7 @@ class Runner:
             self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
         finally:
             self._round = None
-        return join_listings([listing_of(reused), *recorder.final])
+        return SessionTable.join([table.take(np.array(reused, dtype=np.int64)), *recorder.final])
 
     def cancel(self, *, record: bool = True) -> None:
         """End the run that is under way, if any: sessions that have not ended become failed (cancelled).

@@ -10,6 +10,7 @@ reporting raise a SessionError, so that a task which goes on regardless adds not
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,8 +19,8 @@ from raggedright.agents.tokens import Message, Tokens
 from raggedright.agents.trajectory import Generate, Reply, Trajectory
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Picture, Vision
-from raggedright.store.protocol import NewRow, SessionKey
-from raggedright.store.tags import is_text
+from raggedright.sessions import Session as RecordedSession
+from raggedright.sessions import SessionKey, is_text
 
 __all__ = ["Agent", "Message", "Reply", "Session", "SessionError", "Task", "Trajectory"]
 
@@ -33,7 +34,10 @@ class Task:
 
 
 class Session:
-    """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it."""
+    """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it.
+
+    - `task`, `key` (round, prompt, session, attempt) and `tokenizer` are attributes.
+    """
 
     __slots__ = (
         "_context_tokens", "_ended", "_generate", "_metrics", "_most_tokens", "_random", "_settings", "_trajectories",
@@ -60,10 +64,20 @@ class Session:
         self._metrics: dict[str, float] = {}
         self._ended = ""
 
-    def trajectory(self, prompt: Tokens, *, images: Sequence[Picture] = (), role: str = "agent") -> Trajectory:
+    def trajectory(
+        self,
+        prompt: Tokens,
+        *,
+        images: Sequence[Picture] = (),
+        role: str = "agent",
+        tools: Sequence[object] | None = None,
+        chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> Trajectory:
         """Open a fresh context; text is encoded without special tokens, messages by the tokenizer's template.
 
-        A text has a placeholder (`session.image`) for each of `images`; messages have theirs in parts.
+        A text has a placeholder (`session.image`) for each of `images`; messages have theirs in parts. The template
+        gets `tools` (JSON schemas, or functions with type hints and docstrings) and `chat_template_kwargs`, such as
+        enable_thinking, in every turn.
         """
         self.check_open()
         number, most = len(self._trajectories), self._settings.max_trajectories
@@ -74,7 +88,7 @@ class Session:
             )
         if not is_text(role):
             raise SessionError(f"row {self.name}/{number}: role is {role!r:.60}; it takes text")
-        trajectory = Trajectory(self, number, role, prompt, images)
+        trajectory = Trajectory(self, number, role, prompt, images, tools or (), chat_template_kwargs)
         self._trajectories.append(trajectory)
         return trajectory
 
@@ -120,13 +134,19 @@ class Session:
         """Let nothing more be added; for the runner."""
         self._ended = self._ended or why
 
-    def rows(self) -> list[NewRow]:
-        """One row a trajectory, as the store takes them; for the runner."""
-        metrics = tuple((f"metric/{name}", value) for name, value in self._metrics.items())
-        return [trajectory.row(metrics) for trajectory in self._trajectories]
+    def record(self, score: float) -> RecordedSession:
+        """What was recorded, with its score; for the runner."""
+        trajectories = [trajectory.record() for trajectory in self._trajectories]
+        return RecordedSession(key=self.key, score=score, metrics={**self._metrics}, trajectories=trajectories)
 
-    def let_go(self) -> None:
-        """Forget its trajectories, which know it: else all wait for the garbage collector; for the runner, at last."""
+    def let_go(self, forget: Callable[[bytes], None]) -> None:
+        """Forget its trajectories, here and in the engine; for the runner, at last.
+
+        They know their session, so that all would wait for the garbage collector.
+        """
+        for trajectory in self._trajectories:
+            if trajectory.noise:
+                forget(trajectory.noise)
         self._trajectories = []
 
 

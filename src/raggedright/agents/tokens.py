@@ -4,13 +4,17 @@ A chat's first context is its template with the generation prompt. What follows 
 conversation is rendered with a marker in place of the reply, and what stands behind the marker is encoded. So the
 tokens that were generated stay as they are, whatever the template does to earlier turns.
 
-The surprise: that cut begins with the token that ends a turn. A model that has generated it already must not see it
+That text must not depend on the reply: it is rendered with the reply itself, too, and refused where the two differ.
+
+Note: the cut begins with the token that ends a turn. A model that has generated it already must not see it
 twice; one that was stopped by its length has not, and gets it as an observation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,6 +30,94 @@ Encode = Callable[[str], list[int]]
 
 _SHORT = 8192  # characters of a text that is worth remembering
 _REPLY = "\ue000reply\ue000"  # characters for private use: no whitespace that a template would strip
+_OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt")  # of a template, which have a place of their own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A tokenizer's chat template with what a trajectory gives it for all of its turns.
+
+    `arguments` are the template's own keywords, such as enable_thinking. With `keeps_parts`, messages whose content is
+    a list of parts reach the template as they are; without, their texts are joined.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[object]
+    arguments: Mapping[str, object]
+    keeps_parts: bool
+
+    def _check(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise SessionError("the tokenizer has no chat template; give text or token ids, or set one in its folder")
+        if self.tools and "tools" not in self._source:
+            raise SessionError(
+                f"{len(self.tools):,} tools are given and the tokenizer's chat template lists none; "
+                "use a template that does, or describe them in a message"
+            )
+        for name in self.arguments:
+            if name in _OWN_ARGUMENTS:
+                raise SessionError(f"chat_template_kwargs has {name}, which is not a setting; leave it out")
+            if name not in self._source:
+                raise SessionError(
+                    f"chat_template_kwargs has {name}, which the tokenizer's chat template does not read; leave it out"
+                )
+
+    @property
+    def _source(self) -> str:
+        return self.tokenizer.get_chat_template(tools=self._tools)
+
+    @property
+    def _tools(self) -> Any:
+        return [*self.tools] or None
+
+    def messages(self, tokens: Tokens) -> list[Message]:
+        """Messages as the template takes them; content that is None or missing becomes an empty text."""
+        self._check()
+        messages: list[Message] = []
+        for i, message in enumerate(tokens):
+            calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+            if not isinstance(message, Mapping) or "role" not in message or not (calls or "content" in message):
+                raise SessionError(
+                    f"message {i} is {message!r:.60}; a message is a mapping with role and content, or tool_calls"
+                )
+            if calls and "tool_calls" not in self._source:
+                raise SessionError(
+                    f"message {i} has tool_calls, which the tokenizer's chat template does not read; "
+                    "use a template that does, or write them into its content"
+                )
+            messages.append({**message, "content": self._content(i, message.get("content"))})
+        return messages
+
+    def _content(self, number: int, content: object) -> object:
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+            raise SessionError(
+                f"message {number}: content is {content!r:.60}; it takes text, None, or parts such as "
+                "{'type': 'text', 'text': ...}"
+            )
+        if self.keeps_parts:
+            return [*content]
+        texts = [part.get("text") if part.get("type") == "text" else None for part in content]
+        for part, text in zip(content, texts, strict=True):
+            if not isinstance(text, str):
+                raise SessionError(
+                    f"message {number}: a part is {part!r:.60}; the model reads text alone, so its parts are "
+                    "{'type': 'text', 'text': ...}"
+                )
+        return "".join(map(str, texts))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of messages, with the generation prompt."""
+        conversation: list[dict] = [dict(message) for message in messages]
+        arguments: dict[str, Any] = {"tools": self._tools, "add_generation_prompt": True, **self.arguments}
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **arguments)
+        except Exception as error:  # a template may raise anything
+            cause = str(error).partition("\n")[0]
+            raise SessionError(f"the chat template fails on the messages: {type(error).__name__}: {cause}") from error
+        assert isinstance(text, str)
+        return text
 
 
 def is_chat(tokens: Tokens) -> bool:
@@ -34,15 +126,21 @@ def is_chat(tokens: Tokens) -> bool:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, tokens: Tokens, *, most: int, with_images: Encode | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tokens,
+    *,
+    most: int,
+    with_images: Encode | None = None,
+    template: ChatTemplate | None = None,
 ) -> list[int]:
-    """Token ids of a prompt or an observation; messages come with the generation prompt.
+    """Token ids of a prompt or an observation; messages, which need a template, come with the generation prompt.
 
     Of a text with far more than `most` tokens, those of its beginning.
     """
-    if isinstance(tokens, str) or is_chat(tokens):
-        text = tokens if isinstance(tokens, str) else _render(tokenizer, _messages(tokens))
-        return with_images(text) if with_images else _ids(tokenizer, text, most)
+    if template is not None:
+        tokens = template.render(template.messages(tokens))
+    if isinstance(tokens, str):
+        return with_images(tokens) if with_images else _ids(tokenizer, tokens, most)
     size = len(tokenizer)
     ids = []
     for i, token in enumerate(tokens):
@@ -57,21 +155,31 @@ def encode(
 
 
 def encode_turn(
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     history: Sequence[Message],
     new: Tokens,
     *,
+    reply: str,
     last_id: int,
     most: int,
     with_images: Encode | None = None,
 ) -> tuple[list[int], list[Message]]:
     """Ids that follow a reply to `history` when messages come, and these; `last_id` ends the context so far."""
-    messages = _messages(new)
-    text = _render(tokenizer, [*history, {"role": "assistant", "content": _REPLY}, *messages])
-    _, found, behind = text.rpartition(_REPLY)
+    messages = template.messages(new)
+    with_reply = template.render([*history, {"role": "assistant", "content": reply}, *messages])
+    marker = _REPLY
+    while marker in with_reply:
+        marker += _REPLY
+    with_marker = template.render([*history, {"role": "assistant", "content": marker}, *messages])
+    _, found, behind = with_marker.rpartition(marker)
     if not found:
         raise SessionError("the chat template leaves out an assistant's reply; observe text or ids instead of messages")
-    ids = with_images(behind) if with_images else _ids(tokenizer, behind, most)
+    if not with_reply.endswith(behind):
+        raise SessionError(
+            f"the chat template writes what follows a reply in another way after this one, {reply!r:.60}, so the "
+            "tokens cannot be appended; observe text or ids instead of messages, or open a fresh trajectory"
+        )
+    ids = with_images(behind) if with_images else _ids(template.tokenizer, behind, most)
     return (ids[1:] if ids[:1] == [last_id] else ids), messages
 
 
@@ -125,21 +233,3 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     plain = isinstance(backend, Tokenizer) and backend.truncation is None and backend.padding is None
     return backend if plain else None
-
-
-def _messages(tokens: Tokens) -> list[Message]:
-    messages = []
-    for i, message in enumerate(tokens):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise SessionError(f"message {i} is {message!r:.60}; a message is a mapping with role and content")
-        messages.append(dict(message))
-    return messages
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    if not tokenizer.chat_template:
-        raise SessionError("the tokenizer has no chat template; give text or token ids, or set one in its folder")
-    conversation: list[dict] = [dict(message) for message in messages]
-    text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    assert isinstance(text, str)
-    return text

@@ -3,24 +3,30 @@
 Ids, log-probs and masks are recorded as they happen, and nothing is re-tokenised. Generated tokens carry loss; observed
 ones carry none, and their log-prob is 0. A trajectory that never generated is a row without loss tokens. Where a row
 has room left, a generation gets at most that room and ends with "length"; where it has none, it is an error.
+
+A token's log-prob is trained at the temperature that it was sampled with. Where a generation has a temperature of its
+own, the row says so for every token; greedy tokens (temperature 0) were not sampled and carry no loss.
 """
 
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from raggedright.agents.tokens import Message, Tokens, decode, encode, encode_turn, is_chat
+from raggedright.agents.tokens import ChatTemplate, Message, Tokens, decode, encode, encode_turn, is_chat
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Look, Picture, join_media, pictures_of
-from raggedright.rollout.protocol import FinishReason, Generation, Request, Sampling
+from raggedright.rollout.protocol import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
-from raggedright.store.protocol import NewRow, Tag
+from raggedright.sessions import Trajectory as RecordedTrajectory
+from raggedright.sessions import is_text
+from raggedright.tensors.forward import TEMPERATURES
 from raggedright.tensors.routing import fill_up
 
 if TYPE_CHECKING:
@@ -30,51 +36,64 @@ Generate = Callable[[Request], Awaitable[Generation]]
 
 
 @lru_cache(maxsize=1024)
-def _limited(sampling: Sampling, max_tokens: int, texts: tuple[str, ...]) -> Sampling:
+def _limited(sampling: Sampling, max_tokens: int, texts: tuple[str, ...], temperature: float) -> Sampling:
     """The settings of one generation; a run has few that differ, and checking them costs as much as a small model."""
-    return replace(sampling, max_tokens=max_tokens, stop_texts=(*sampling.stop_texts, *texts))
-
-
-@lru_cache(maxsize=1024)
-def _tags(
-    role: str, reward: float | None, finish_reason: str, weight_version: int, metrics: tuple[tuple[str, float], ...]
-) -> Mapping[str, Tag]:
-    """A row's tags, one object for those that are alike: a run has few that differ."""
-    own = {"role": role, "reward": reward, "finish_reason": finish_reason, "weight_version": weight_version}
-    return MappingProxyType({**own, **dict(metrics)})
+    texts = (*sampling.stop_texts, *texts)
+    return replace(sampling, max_tokens=max_tokens, stop_texts=texts, temperature=temperature)
 
 
 class Reply(NamedTuple):
-    """What was generated; the text is that of the ids, without special tokens."""
+    """What was generated; the text is that of the ids, without special tokens.
+
+    `message` is the reply as a chat message (content, tool_calls, ...), where the tokenizer has a response template to
+    parse it with; None where it has none, or where the reply cannot be parsed.
+    """
 
     ids: list[int]
     text: str
     finish_reason: FinishReason
+    message: Message | None = None
 
 
 class Trajectory:
-    """One context of a session: a prompt, then generated and observed tokens. `reward` is its own, if it has one."""
+    """One context of a session: a prompt, then generated and observed tokens. `reward` is its own, if it has one.
+
+    - `number`, `role` and `reward` are attributes; an agent may set `reward`.
+    """
 
     __slots__ = (
-        "_chat", "_experts", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_media",
-        "_prompt_tokens", "_session", "_turn_start", "_weight_version", "number", "reward", "role",
+        "_attached", "_chat", "_experts", "_finish_reason", "_generating", "_ids", "_log_probs", "_mask", "_media",
+        "_num_cut", "_num_generations", "_prompt_tokens", "_session", "_temperatures", "_template", "_turn_start",
+        "_weight_version", "noise", "number", "reward", "role",
     )  # fmt: skip
 
     def __init__(
-        self, session: "Session", number: int, role: str, prompt: Tokens, images: Sequence[Picture] = ()
+        self,
+        session: "Session",
+        number: int,
+        role: str,
+        prompt: Tokens,
+        images: Sequence[Picture] = (),
+        tools: Sequence[object] = (),
+        chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self._session, self.number, self.role = session, number, role
         self.reward: float | None = None
+        self.noise = b""  # what the engine knows it by, once it has generated
         self._ids: list[int] = []
         self._media: list[Mapping[str, Tensor]] = []
+        self._template = self._template_of(prompt, tools, chat_template_kwargs)
         self._ids = self._encode(prompt, images)
         if not self._ids:
             raise SessionError(f"row {self.name} has an empty prompt; a trajectory begins with a token or more")
-        self._chat: list[Message] | None = [dict(message) for message in prompt] if is_chat(prompt) else None  # type: ignore[arg-type]
+        self._chat: list[Message] = [] if self._template is None else self._template.messages(prompt)
         self._prompt_tokens = self._turn_start = len(self._ids)
         self._mask: list[int] = []
+        self._attached: dict[str, NDArray] = {}
         self._log_probs: list[float] = []
+        self._temperatures: list[float] | None = None  # of each response token, where a generation had its own
         self._finish_reason = "none"
+        self._num_generations = self._num_cut = 0
         self._weight_version = -1
         self._generating = False
         self._experts: Tensor | None = None  # of the positions so far that were routed
@@ -89,96 +108,179 @@ class Trajectory:
         """A copy of the context so far."""
         return [*self._ids]
 
-    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
-        """Go on from the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row."""
+    async def generate(
+        self, *, max_tokens: int | None = None, stop: Sequence[str] = (), temperature: float | None = None
+    ) -> Reply:
+        """Go on from the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row.
+
+        `temperature` is that of these tokens, by default rollout.temperature; at 0 they are greedy and carry no loss.
+        """
         self._check_idle()
-        sampling = self._sampling(max_tokens, stop)
-        request = Request(self.ids, sampling, self._noise(), join_media(self._media) if self._media else None)
+        sampling = self._sampling(max_tokens, stop, temperature)
+        request = Request(self.ids, sampling, self._noise_key(), join_media(self._media) if self._media else None)
         self._generating = True
         try:
             ids, log_probs, reason, version, experts = await self._session._generate(request)
         finally:
             self._generating = False
         self._session.check_open()
+        message = self._parsed(ids)
         self._ids += ids
-        self._mask += [1] * len(ids)
+        self._keep_temperature(sampling.temperature, len(ids))
+        self._mask += [self._carries_loss(sampling)] * len(ids)
         self._log_probs += log_probs
         self._finish_reason = reason
+        self._num_generations += 1
+        self._num_cut += reason == "length"
         if experts is not None:
             self._keep_experts(torch.from_numpy(experts))
         self._weight_version = version if self._weight_version < 0 else min(version, self._weight_version)
-        return Reply([*ids], decode(self._session.tokenizer, ids), reason)
+        return Reply([*ids], decode(self._session.tokenizer, ids), reason, message)
 
     def observe(self, tokens: Tokens, *, images: Sequence[Picture] = ()) -> None:
         """Add tokens that carry no loss; messages go on the chat after a reply, with the next generation prompt."""
         self._check_idle()
         ids = self._encode_turn(tokens, images) if is_chat(tokens) else self._encode(tokens, images)
         self._ids += ids
+        self._keep_temperature(self._session._settings.sampling.temperature, len(ids))
         self._mask += [0] * len(ids)
         self._log_probs += [0.0] * len(ids)
         if is_chat(tokens):
             self._turn_start = len(self._ids)
 
-    def row(self, metrics: tuple[tuple[str, float], ...]) -> NewRow:
-        """What was recorded, as the store takes it; for the runner."""
+    def attach(self, **fields: Sequence[float]) -> None:
+        """Record fields with one number per response token, such as teacher_log_probs; the loss gets them by name."""
+        self._check_idle()
+        for name, values in fields.items():
+            try:
+                array = np.asarray(values, dtype=np.float32)
+            except (TypeError, ValueError):
+                raise SessionError(f"row {self.name}: {name} is {values!r:.60}; it takes numbers") from None
+            if array.shape != (len(self._mask),):
+                raise SessionError(
+                    f"row {self.name}: {name} has shape {array.shape} and the response {len(self._mask):,} tokens; "
+                    "give one number per response token"
+                )
+            self._attached[name] = array
+
+    def record(self) -> RecordedTrajectory:
+        """What was recorded; for the runner."""
         reward = None if self.reward is None else finite(self.reward)
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
-        fields: dict[str, object] = {
-            "input_ids": array("q", self._ids),
-            "response_mask": array("q", self._mask),
-            "rollout_log_probs": array("f", self._log_probs),
-        }
-        if self._experts is not None:
-            fields["routed_experts"] = fill_up(self._experts, len(self._ids))
-        if (vision := self._session._vision) is not None:
-            fields |= vision.fields(self._ids, join_media(self._media))
-        return NewRow(
-            prompt_tokens=self._prompt_tokens,
-            response_tokens=len(self._mask),
-            loss_tokens=sum(self._mask),
-            fields=fields,
-            tags=_tags(self.role, reward, self._finish_reason, self._weight_version, metrics),
+        if not is_text(self.role):
+            raise SessionError(f"row {self.name}: role is {self.role!r:.60}; it takes text")
+        return RecordedTrajectory(
+            input_ids=np.array(self._ids, dtype=np.int64),
+            response_mask=np.array(self._mask, dtype=np.int64),
+            rollout_log_probs=np.array(self._log_probs, dtype=np.float32),
+            role=self.role,
+            reward=reward,
+            finish_reason=self._finish_reason,
+            generations=self._num_generations,
+            cut_generations=self._num_cut,
+            weight_version=self._weight_version,
+            extra=self._extra(),
         )
+
+    def _extra(self) -> dict[str, NDArray]:
+        """Fields that not every row has; tokens after the last one that `attach` saw have the number 0."""
+        size = len(self._mask)
+        extra = {name: np.pad(values, (0, size - len(values))) for name, values in self._attached.items()}
+        if self._temperatures is not None:
+            extra[TEMPERATURES] = np.array(self._temperatures)
+        if self._experts is not None:
+            extra["routed_experts"] = fill_up(self._experts, len(self._ids)).numpy()
+        if (vision := self._session._vision) is not None:
+            extra |= vision.fields(self._ids, join_media(self._media))
+        return extra
 
     def _keep_experts(self, experts: Tensor) -> None:
         """A context is read again for every generation; what a token was sampled with is its first routing."""
         known = self._experts
         self._experts = experts if known is None else torch.cat((known, experts[len(known) :]))
 
+    def _carries_loss(self, sampling: Sampling) -> int:
+        """Whether generated tokens do: all but greedy ones in a run that samples."""
+        return int(sampling.temperature > 0 or self._session._settings.sampling.temperature == 0)
+
+    def _keep_temperature(self, temperature: float, count: int) -> None:
+        """Of the next response tokens; a row whose tokens are all of the run's temperature says nothing of it."""
+        plain = self._session._settings.sampling.temperature
+        if self._temperatures is None and temperature not in (0, plain):
+            self._temperatures = [plain] * len(self._mask)
+        if self._temperatures is not None:
+            self._temperatures += [temperature or plain] * count
+
+    def _parsed(self, ids: Sequence[int]) -> Message | None:
+        """A reply as a message, by the tokenizer's response template."""
+        tokenizer = self._session.tokenizer
+        if self._template is None or getattr(tokenizer, "response_template", None) is None:
+            return None
+        try:
+            return tokenizer.parse_response([*ids], prefix=self.ids, tools=[*self._template.tools] or None)  # type: ignore[arg-type]
+        except (ValueError, KeyError, TypeError):  # a model may write anything
+            return None
+
     def _check_idle(self) -> None:
         self._session.check_open()
         if self._generating:
             raise SessionError(f"row {self.name} is generating; await it first, or open a trajectory for each context")
 
-    def _noise(self) -> bytes:
-        round, prompt, session, attempt = self._session.key
-        seed = self._session._settings.seed
-        return noise_key(
-            seed=seed, round=round, prompt=prompt, session=session, attempt=attempt, trajectory=self.number
-        )
+    def _noise_key(self) -> bytes:
+        if not self.noise:
+            round, prompt, session, attempt = self._session.key
+            seed = self._session._settings.seed
+            self.noise = noise_key(
+                seed=seed, round=round, prompt=prompt, session=session, attempt=attempt, trajectory=self.number
+            )
+        return self.noise
 
-    def _sampling(self, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
+    def _sampling(self, max_tokens: int | None, stop: Sequence[str], temperature: float | None) -> Sampling:
         plain = self._session._settings.sampling
         most = plain.max_tokens if max_tokens is None else max_tokens
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise SessionError(f"row {self.name}: max_tokens is {most!r:.60}; it takes a whole number from 1")
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
-        if texts and not all(isinstance(text, str) and text for text in texts):
+        if texts and not all(text and is_text(text) for text in texts):
             raise SessionError(f"row {self.name}: stop is {stop!r:.60}; it takes texts of one character or more")
+        own = plain.temperature
+        if temperature is not None and own > 0:  # an evaluation is greedy throughout
+            own = None if isinstance(temperature, bool) else finite(temperature)
+            if own is None or (own != 0 and own < LEAST_TEMPERATURE):
+                raise SessionError(
+                    f"row {self.name}: temperature is {temperature!r:.60}; it takes 0 (greedy) or a number from "
+                    f"{LEAST_TEMPERATURE:g} on"
+                )
         room = self._room
         if room < 1:
             raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
-        if most == plain.max_tokens <= room and not texts:
+        if most == plain.max_tokens <= room and not texts and own == plain.temperature:
             return plain
-        return _limited(plain, min(most, room), texts)
+        return _limited(plain, min(most, room), texts, own)
+
+    def _template_of(
+        self, prompt: Tokens, tools: Sequence[object], arguments: Mapping[str, object]
+    ) -> ChatTemplate | None:
+        """How messages become text; None for a prompt of text or ids."""
+        if is_chat(prompt):
+            session = self._session
+            keeps_parts = session._vision is not None
+            return ChatTemplate(tokenizer=session.tokenizer, tools=tools, arguments=arguments, keeps_parts=keeps_parts)
+        if tools or arguments:
+            raise SessionError(
+                f"row {self.name}: tools or chat_template_kwargs are given and the prompt is not messages; "
+                "they are for the tokenizer's chat template"
+            )
+        return None
 
     def _encode(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
         if not isinstance(tokens, str) and not is_chat(tokens):
             self._check_length(len(tokens))
         try:
             look = self._look(tokens, images)
-            ids = encode(self._session.tokenizer, tokens, most=self._room, with_images=look)
+            template = self._template if is_chat(tokens) else None
+            ids = encode(self._session.tokenizer, tokens, most=self._room, with_images=look, template=template)
             self._check_images(ids, look)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
@@ -188,7 +290,7 @@ class Trajectory:
         return ids
 
     def _encode_turn(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
-        if self._chat is None:
+        if self._template is None:
             raise SessionError(
                 f"row {self.name}: messages are observed and its prompt was text or ids; open it with messages, too"
             )
@@ -196,19 +298,24 @@ class Trajectory:
             raise SessionError(
                 f"row {self.name}: messages are observed before a reply; give them all at once, then generate"
             )
-        tokenizer = self._session.tokenizer
-        reply = {"role": "assistant", "content": decode(tokenizer, self._ids[self._turn_start :])}
+        reply = decode(self._session.tokenizer, self._ids[self._turn_start :])
         try:
             look = self._look(tokens, images)
             ids, messages = encode_turn(
-                tokenizer, self._chat, tokens, last_id=self._ids[-1], most=self._room, with_images=look
+                self._template,
+                self._chat,
+                tokens,
+                reply=reply,
+                last_id=self._ids[-1],
+                most=self._room,
+                with_images=look,
             )
             self._check_images(ids, look)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
         self._check_length(len(ids))
         self._media += [look.media] if look else []
-        self._chat += [reply, *messages]
+        self._chat += [{"role": "assistant", "content": reply}, *messages]
         return ids
 
     def _look(self, tokens: Tokens, images: Sequence[Picture]) -> Look | None:

@@ -3,11 +3,9 @@
 import math
 from typing import SupportsFloat
 
-from raggedright.errors import RaggedRightError
+from raggedright.sessions import SessionError
 
-
-class SessionError(RaggedRightError):
-    """An agent asked its session for what cannot be; the session's name is in it."""
+__all__ = ["SessionError", "finite"]
 
 
 def finite(value: object) -> float | None:
@@ -16,6 +14,6 @@ def finite(value: object) -> float | None:
         return None
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several values, a huge int
+    except Exception:  # a tensor of several values, a huge int, whatever an agent's own type raises
         return None
     return number if math.isfinite(number) else None

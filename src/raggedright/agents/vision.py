@@ -22,7 +22,7 @@ from raggedright.agents.tokens import Tokens, is_chat
 from raggedright.agents.values import SessionError
 from raggedright.tensors.positions import image_positions
 
-IMAGE_FIELDS = ("position_ids", "multi_modal_inputs")
+MEDIA = "multi_modal_inputs"
 
 Picture = Image.Image | np.ndarray | str | Path
 """An image as agents give it: Pillow's, an array [height, width, 3] of bytes, or the path of a file."""
@@ -55,12 +55,12 @@ class Vision:
                     "text, or messages with parts of type image"
                 )
 
-    def fields(self, ids: Sequence[int], media: Mapping[str, Tensor]) -> dict[str, object]:
+    def fields(self, ids: Sequence[int], media: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """What a row carries beside its tokens."""
         row = np.array(ids, dtype=np.int64)
         grids = media["image_grid_thw"].numpy() if media else np.empty((0, 3), dtype=np.int64)
         positions = image_positions(row, grids, image_token_id=self.image_token_id, merge_size=self.merge_size)
-        return {"position_ids": torch.from_numpy(positions), "multi_modal_inputs": dict(media)}
+        return {"position_ids": positions, **{f"{MEDIA}.{name}": value.numpy() for name, value in media.items()}}
 
 
 class Look:

@@ -17,11 +17,15 @@ import signal
 import threading
 from asyncio import AbstractEventLoop, SelectorEventLoop, Task
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from time import monotonic
 from types import FrameType
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 LONGEST_TICK = 1.0
 SHORTEST_TICK = 0.01
 
@@ -72,8 +76,9 @@ class Guarded:
         self._time.blocked += seconds
         self._own_blocked += seconds
 
-    def hold(self, task: Task[object]) -> Task[object]:
+    def hold(self, task: "OwnTask") -> Task[object]:
         """Keep one of its tasks while it runs, which the loop itself does not."""
+        task.owner = self
         self.tasks.add(task)
         self._time.tasks.add(task)
         task.add_done_callback(self._let_go)
@@ -116,10 +121,45 @@ class GuardedLoop(SelectorEventLoop):
         self.turns = _Turns()
         super().__init__(self.turns)
         self.set_task_factory(_new_task)  # type: ignore[arg-type]
+        self.set_default_executor(_Threads())
 
     def start(self, agent: Coroutine[object, object, object], session: Guarded) -> Task[object]:
         """Run an agent as the first task of its session, whatever another one has done to the task factory."""
-        return session.hold(Task(agent, loop=self, context=session.context()))
+        return session.hold(OwnTask(agent, loop=self, context=session.context()))
+
+
+class OwnTask(Task):
+    """A task that code of other sessions cannot cancel, as `asyncio.all_tasks` gives everybody's to everybody."""
+
+    owner: "Guarded | None" = None
+
+    def cancel(self, msg: object = None) -> bool:
+        """Ask it to end, if it is the caller's own, or the caller is no session."""
+        caller = _RUNNING.get()
+        if caller is not None and caller is not self.owner:
+            return False
+        return super().cancel(msg)
+
+
+class _Threads(ThreadPoolExecutor):
+    """Where `asyncio.to_thread` runs: a thread for each call, which the end of the process does not wait for.
+
+    A pool's threads are waited for, and a few calls that hang would use it up for all sessions.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function in a new thread."""
+        future = Future[T]()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=run, name="agent", daemon=True).start()
+        return future
 
 
 class _Turns(selectors.DefaultSelector):
@@ -137,7 +177,7 @@ class _Turns(selectors.DefaultSelector):
 
 
 def _new_task(loop: AbstractEventLoop, coro: Coroutine, **options: Context) -> Task:
-    task = Task(coro, loop=loop, **options)  # type: ignore[call-overload]
+    task = OwnTask(coro, loop=loop, **options)  # type: ignore[call-overload]
     context = options.get("context")
     session = _RUNNING.get() if context is None else context.get(_RUNNING)
     if session is not None:

@@ -21,13 +21,17 @@ CUTS: Mapping[str, Layout] = {
     "pipeline": replace(_BASE, micro_batch_tokens=40, micro_batch_multiple=3),
     "context": replace(_BASE, micro_batch_tokens=48, min_row_tokens=16),
 }
+_TRIES, _CANDIDATES = 60, 40  # draws until a pair counts as impossible; draws for each case
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One comparison. `cut` names a rule for micro-batches, `order` a shuffle of the rows.
 
-    Experts route naturally, or as the rows recorded it; balanced: with the balance loss, too.
+    - `experts`: routed naturally, or as the rows recorded it; balanced: with the balance loss, too.
+    - `rows`: long ones reach past the lengths in the model's config (windows, chunks, positions).
+    - `ratios`: far ones lie beyond every clamp of the losses.
+    - `passes`: recomputed ones run in training mode with activation checkpointing.
     """
 
     model: str = "qwen3"
@@ -42,11 +46,26 @@ class Case:
     cut: str = "tokens"
     order: int = 0
     experts: Literal["natural", "replayed", "balanced"] = "natural"
+    rows: Literal["short", "long"] = "short"
+    ratios: Literal["near", "far"] = "near"
+    dual_clip: bool = False
+    passes: Literal["plain", "recomputed"] = "plain"
 
     @property
     def critic(self) -> bool:
         """Whether the value loss of a critic is checked, not a policy loss."""
         return self.loss == "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Able:
+    """Which of the models can be a critic, or nothing else; replay experts; run trees; recompute activations."""
+
+    critic: Sequence[str] = ()
+    only_critic: Sequence[str] = ()
+    experts: Sequence[str] = ()
+    trees: Sequence[str] = ()
+    recompute: Sequence[str] = ()
 
 
 def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> dict[str, Sequence]:
@@ -64,78 +83,62 @@ def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> 
         "cut": tuple(CUTS),
         "order": (0, 1),
         "experts": ("natural", "replayed", "balanced"),
+        "rows": ("short", "long"),
+        "ratios": ("near", "far"),
+        "dual_clip": (False, True),
+        "passes": ("plain", "recomputed"),
     }
 
 
-def all_cases(
-    options: Mapping[str, Sequence],
-    *,
-    with_critic: Iterable[str],
-    with_experts: Sequence[str] = (),
-    with_trees: Sequence[str] = (),
-) -> Iterator[Case]:
+def all_cases(options: Mapping[str, Sequence], able: Able) -> Iterator[Case]:
     """Every combination that means something."""
     seen = set()
-    options = _possible(options, with_experts, with_trees)
     for values in product(*options.values()):
-        case = _sensible(Case(**dict(zip(options, values, strict=True))), with_critic, with_experts, with_trees)
+        case = _sensible(Case(**dict(zip(options, values, strict=True))), able)
         if case not in seen:
             seen.add(case)
             yield case
 
 
-def covering_cases(
-    options: Mapping[str, Sequence],
-    *,
-    with_critic: Iterable[str],
-    with_experts: Sequence[str] = (),
-    with_trees: Sequence[str] = (),
-    seed: int = 0,
-) -> list[Case]:
+def covering_cases(options: Mapping[str, Sequence], able: Able, *, seed: int = 0) -> list[Case]:
     """Few cases in which every pair of values of two fields occurs, if it can: greedy, the same for a seed."""
     random = Random(seed)
-    with_critic = tuple(with_critic)
-    options = _possible(options, with_experts, with_trees)
-    missing = {((a, x), (b, y)) for a, b in combinations(options, 2) for x, y in product(options[a], options[b])}
-    cases, idle = [], 0
-    while missing and idle < 20:
-        candidates = []
-        for _ in range(40):
-            values = {name: random.choice(list(values)) for name, values in options.items()}
-            wanted = random.choice(sorted(missing, key=repr))
-            candidates.append(_sensible(Case(**{**values, **dict(wanted)}), with_critic, with_experts, with_trees))
+
+    def draw(wanted: Iterable[tuple[str, object]]) -> Case:
+        values = {name: random.choice(list(values)) for name, values in options.items()}
+        return _sensible(Case(**{**values, **dict(wanted)}), able)
+
+    pairs = [((a, x), (b, y)) for a, b in combinations(options, 2) for x, y in product(options[a], options[b])]
+    missing = {pair for pair in pairs if any(pair in _pairs(draw(pair), options) for _ in range(_TRIES))}
+    cases = []
+    while missing:
+        candidates = [draw(wanted) for wanted in random.choices(sorted(missing, key=repr), k=_CANDIDATES)]
         best = max(candidates, key=lambda case: len(missing & _pairs(case, options)))
         gained = missing & _pairs(best, options)
-        idle = 0 if gained else idle + 1
         if gained:
             missing -= gained
             cases.append(best)
     return cases
 
 
-def _possible(
-    options: Mapping[str, Sequence], with_experts: Sequence[str], with_trees: Sequence[str]
-) -> dict[str, Sequence]:
-    """The choices that some model has: pairs that never come would be looked for in vain."""
-    possible = dict(options)
-    if not with_experts:
-        possible["experts"] = options["experts"][:1]
-    if not with_trees:
-        possible["collate"] = [how for how in options["collate"] if how != "tree"]
-    return possible
-
-
 def _pairs(case: Case, options: Mapping[str, Sequence]) -> set:
     return set(combinations([(name, getattr(case, name)) for name in options], 2))
 
 
-def _sensible(case: Case, with_critic: Iterable[str], with_experts: Sequence[str], with_trees: Sequence[str]) -> Case:
-    """A value loss has neither KL nor entropy, critics route naturally, and not every model can be all things."""
-    if case.critic or case.model not in with_experts:
-        case = replace(case, experts="natural")
+def _sensible(case: Case, able: Able) -> Case:
+    """The nearest case that means something: not every model can be all things, and a value loss has no ratios."""
+    if case.model in able.only_critic:
+        case = replace(case, loss="value")
+    if case.critic and case.model not in able.critic:
+        case = replace(case, loss="ppo")
     if case.critic:
-        model = case.model if case.model in with_critic else next(iter(with_critic), None)
-        case = replace(case, kl="none", entropy=False, model=model) if model else replace(case, loss="ppo")
-    if case.collate == "tree" and case.model not in with_trees:
+        case = replace(case, kl="none", entropy=False, ratios="near")
+    if case.loss not in ("ppo", "gspo"):
+        case = replace(case, dual_clip=False)
+    if case.critic or case.model not in able.experts:
+        case = replace(case, experts="natural")
+    if case.collate == "tree" and case.model not in able.trees:
         case = replace(case, collate="packed")
+    if case.model not in able.recompute or case.dtype == "float64":  # its casts are left out of the first pass alone
+        case = replace(case, passes="plain")
     return case

@@ -1,24 +1,42 @@
 """A made-up batch for a model: ragged sessions with tokens, masks, log-probs, advantages, and images in some rows.
 
 Invariants: the same for the same seed; every case that a cut can get wrong is in it: sessions without a row, rows
-without a loss token, observed tokens among generated ones, rows that begin alike, ratios on both sides of the clip.
+without a loss token, observed tokens among generated ones, rows with a shared prefix, ratios on both sides of the clip,
+and on request rows of given lengths and ratios beyond every clamp.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from raggedright.check.lengths import PAST
+from raggedright.check.models import known_routers
 from raggedright.check.reference import MadeUp, TokenFields, row_outputs
 from raggedright.rows import Rows
 from raggedright.tensors.media import has_vision, placeholder_ids
-from raggedright.tensors.routing import NOT_ROUTED, find_routers
+from raggedright.tensors.routing import NOT_ROUTED
+
+FAR = 25.0  # a log-ratio beyond every clamp
+_FAR_FROM_REFERENCE = 4.0  # k3 of it is beyond its clamp
 
 
-def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed: int = 0) -> MadeUp:
+def make_up(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    num_prompts: int = 6,
+    seed: int = 0,
+    row_tokens: Sequence[int] = (),
+    far: bool = False,
+) -> MadeUp:
     """Sessions of 0 to 3 rows; some rows without loss tokens, some with observations, some with images.
 
-    Old and reference log-probs lie near the model's own, so that ratios lie about 1 and some are clipped.
+    Old and reference log-probs lie near the model's own, so that ratios lie about 1 and some are clipped; or `far`
+    from them in some tokens, and in all tokens of some rows. With `row_tokens`, the second row has that many tokens at
+    the first place, the third at the second, and so on, and no session is without a row.
     """
     rng = np.random.default_rng(seed)
     config = model.config
@@ -29,8 +47,9 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
     for prompt in range(num_prompts):
         earlier = torch.empty(0, dtype=torch.long)
         for session in range(int(rng.integers(2, 4))):
-            for trajectory in range(int(rng.integers(0, 4))):
-                row = _row(rng, config, vocab, dtype, earlier)
+            for trajectory in range(int(rng.integers(1 if row_tokens else 0, 4))):
+                total = row_tokens[len(fields) - 1] if 1 <= len(fields) <= len(row_tokens) else None
+                row = _row(rng, config, vocab, dtype, earlier, total)
                 earlier, mask = row["input_ids"], row["response_mask"]
                 assert isinstance(earlier, Tensor)
                 assert isinstance(mask, Tensor)
@@ -51,15 +70,25 @@ def make_up(model: nn.Module, dtype: torch.dtype, *, num_prompts: int = 6, seed:
     with torch.no_grad():
         for i, row in enumerate(fields):
             log_probs, _ = row_outputs(model, rows, i, row)
-            row["old_log_probs"] = log_probs + row.pop("old_noise")
-            row["ref_log_probs"] = log_probs + row.pop("ref_noise")
-            row["rollout_log_probs"] = log_probs + row.pop("rollout_noise")
+            noise = {name: row.pop(f"{name}_noise") for name in ("old", "ref", "rollout")}
+            if far:
+                noise = _far(rng, noise, whole_row=i % 5 == 0)
+            for name, of_tokens in noise.items():
+                row[f"{name}_log_probs"] = log_probs.to(dtype) + of_tokens
     return MadeUp(rows, fields)
+
+
+def _far(rng: np.random.Generator, noise: dict[str, Tensor], *, whole_row: bool) -> dict[str, Tensor]:
+    """The noise with jumps up and down; the rollout's log-probs stay near the old ones."""
+    size = len(noise["old"])
+    jumps = torch.from_numpy(rng.choice([-1.0, 0.0, 0.0, 0.0, 0.0, 1.0], size=(2, size))).to(noise["old"].dtype)
+    old = noise["old"] + FAR * (-torch.ones_like(jumps[0]) if whole_row else jumps[0])
+    return {"old": old, "ref": noise["ref"] + _FAR_FROM_REFERENCE * jumps[1], "rollout": old + noise["rollout"]}
 
 
 def _record_experts(rng: np.random.Generator, model: nn.Module, rows: Rows, fields: list[TokenFields]) -> None:
     """Experts as a rollout leaves them: some other than the model's own, none at the end, none at all in some rows."""
-    routers = find_routers(model)
+    routers = known_routers(model)
     for i, row in enumerate(fields if routers else ()):
         assert routers is not None
         if rng.integers(0, 6) == 0:
@@ -76,15 +105,23 @@ def _record_experts(rng: np.random.Generator, model: nn.Module, rows: Rows, fiel
 
 
 def _row(
-    rng: np.random.Generator, config: PretrainedConfig, vocab: int, dtype: torch.dtype, earlier: Tensor
+    rng: np.random.Generator,
+    config: PretrainedConfig,
+    vocab: int,
+    dtype: torch.dtype,
+    earlier: Tensor,
+    total: int | None,
 ) -> TokenFields:
-    """A row that begins, for some tokens, as an earlier one of its prompt does."""
+    """A row, of `total` tokens of text if given, that begins as an earlier one of its prompt does for some tokens."""
     prompt, response = int(rng.integers(1, 6)), int(rng.integers(1, 8))
+    if total is not None:
+        response = 2 * PAST
+        prompt = max(1, total - response)
     ids = torch.from_numpy(rng.integers(0, vocab, prompt + response))
     if not has_vision(config):
         common = int(rng.integers(0, min(len(ids), len(earlier)) + 1))
         ids[:common] = earlier[:common]
-    kind = rng.integers(0, 6)
+    kind = rng.integers(0, 6) if total is None else 2
     mask = torch.ones(response, dtype=torch.long)
     if kind == 0:
         mask[:] = 0  # nothing to learn from

@@ -20,6 +20,7 @@ from raggedright.tensors.routing import Routers, find_routers
 TokenFields = dict[str, object]
 
 CLIP_LOW, CLIP_HIGH, VALUE_CLIP, KL_COEF, ENTROPY_COEF, NORM_TOKENS = 0.2, 0.28, 0.2, 0.1, 0.05, 16
+DUAL_CLIP = 3.0
 BALANCE_COEF = 0.5
 
 
@@ -130,6 +131,7 @@ def reference_batch(made_up: MadeUp) -> dict[str, float]:
         "rows_per_session": list(sessions.values()),
     }
     metrics = {name: torch.cat(parts).mean().item() for name, parts in values.items()}
+    metrics["rows/no_loss_ratio"] = sum(tokens == 0 for tokens in rows.loss_tokens.tolist()) / len(rows)
     for name, each in counts.items():
         metrics |= {f"{name}/mean": sum(each) / len(each), f"{name}/max": max(each), f"{name}/min": min(each)}
     return metrics
@@ -168,34 +170,56 @@ def _row_losses(
         loss = torch.maximum(plain, bounded) / 2
         metrics = {"critic/vf_clipfrac": (bounded > plain).double(), "critic/vpred_mean": outputs}
         return {"objective": loss, "critic/vf_loss": loss}, metrics
-    old, advantage = row["old_log_probs"], row["advantages"]
-    log_ratio = outputs - old
-    metrics = {"actor/ppo_kl": -log_ratio, "actor/entropy": entropy}
-    match case.loss:
-        case "reinforce":
-            policy = -advantage * outputs
-        case "ppo" | "gspo":
-            if case.loss == "gspo":
-                log_ratio = outputs - outputs.detach() + log_ratio.mean().detach()
-            ratio = log_ratio.exp()
-            plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-            policy = torch.maximum(plain, bounded)
-            metrics["actor/pg_clipfrac"] = (bounded > plain).double()
-            metrics["actor/pg_clipfrac_lower"] = torch.zeros_like(policy)  # there is no dual clip
-        case _:
-            raise KeyError(case.loss)
+    policy, metrics = _policy(outputs, row["old_log_probs"], row["advantages"], case)
+    metrics["actor/entropy"] = entropy
     losses = {"objective": policy, "actor/pg_loss": policy, "actor/entropy_loss": entropy}
     if case.kl != "none":
-        difference = outputs - row["ref_log_probs"]
-        losses["actor/kl_loss"] = {
-            "k1": difference,
-            "k2": difference**2 / 2,
-            "k3": torch.exp(-difference) - 1 + difference,
-        }[case.kl]
+        losses["actor/kl_loss"] = _kl(outputs - row["ref_log_probs"], case.kl)
         losses["objective"] = losses["objective"] + KL_COEF * losses["actor/kl_loss"]
     if case.entropy:
         losses["objective"] = losses["objective"] - ENTROPY_COEF * entropy
     return losses, metrics
+
+
+def _policy(log_probs: Tensor, old: Tensor, advantage: Tensor, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss of each token of a row, with the bounds that verl puts on log-ratios."""
+    log_ratio = log_probs - old
+    if case.loss == "reinforce":
+        return -advantage * log_probs, {"actor/ppo_kl": -log_ratio}
+    if case.loss == "ppo":
+        log_ratio = _bound(log_ratio, -20, 20)
+        ratio = log_ratio.exp()
+    elif case.loss == "gspo":
+        ratio = _bound(log_probs - log_probs.detach() + log_ratio.mean().detach(), -float("inf"), 10).exp()
+    else:
+        raise KeyError(case.loss)
+    plain, bounded = -advantage * ratio, -advantage * _bound(ratio, 1 - CLIP_LOW, 1 + CLIP_HIGH)
+    clipped = torch.where(bounded > plain, bounded, plain)
+    too_much = (advantage < 0) & (clipped > -advantage * DUAL_CLIP) & case.dual_clip
+    metrics = {
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac": (bounded > plain).double(),
+        "actor/pg_clipfrac_lower": too_much.double(),
+    }
+    return torch.where(too_much, -advantage * DUAL_CLIP, clipped), metrics
+
+
+def _kl(difference: Tensor, kind: str) -> Tensor:
+    """The estimate of each token's KL; k3 is at most 10."""
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    if kind == "k3":
+        near = _bound(difference, -20, 20)
+        return _bound(torch.exp(-near) - 1 + near, -10, 10)
+    raise KeyError(kind)
+
+
+def _bound(values: Tensor, low: float, high: float) -> Tensor:
+    """The values kept within two bounds; one at or beyond them has no gradient."""
+    within = (values > low) & (values < high)
+    return torch.where(within, values, values.detach().clip(low, high))
 
 
 def _aggregate(losses: dict[int, Tensor], rows: Rows, loss_agg: str) -> Tensor:

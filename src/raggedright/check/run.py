@@ -5,7 +5,7 @@ difference over the norm of the reference, over all parameters (absolute where t
 the steps.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,14 +13,18 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from raggedright.check.cases import CUTS, Case
+from raggedright.check.cases import CUTS, Able, Case
+from raggedright.check.lengths import SHORT, Lengths, find_lengths
 from raggedright.check.made_up import make_up
-from raggedright.check.models import DTYPES, load_model
+from raggedright.check.models import DTYPES, has_critic, load_model
 from raggedright.check.reference import (
     BALANCE_COEF,
     CLIP_HIGH,
     CLIP_LOW,
+    DUAL_CLIP,
     ENTROPY_COEF,
     KL_COEF,
     NORM_TOKENS,
@@ -36,7 +40,7 @@ from raggedright.plan.plan import Role, make_plan
 from raggedright.tensors.balance import balance_loss, count_experts, routings_of
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import Collator, MicroBatch
-from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.forward import check_tree, forward_log_probs, forward_values
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.media import has_vision, image_filler
 from raggedright.tensors.off_policy import off_policy_metrics
@@ -61,12 +65,19 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether both are within the tolerance of the dtype."""
-        return max(self.rel_error, self.metric_drift) <= TOLERANCE[self.case.dtype]
+        return max(self.rel_error, self.metric_drift) <= self.tolerance
+
+    @property
+    def tolerance(self) -> float:
+        """Of the dtype."""
+        return TOLERANCE[self.case.dtype]
 
 
-def run_case(case: Case) -> Result:
-    """Compare every step of the case's plan with the same rows run one by one."""
-    model, made_up = load_case(case)
+def run_case(case: Case, longest: int | None = None) -> Result:
+    """Compare every step of the case's plan with the same rows run one by one; long ones have at most `longest`."""
+    plain, made_up = load_case(case, longest)
+    recomputes = case.passes == "recomputed"
+    model = _load(case.model, case.dtype, case.critic, recompute=True) if recomputes else plain
     batch = batch_of(case, made_up, model)
     errors, drifts = [0.0], [0.0]
     for step in batch.plan.steps(role_of(case)):
@@ -74,7 +85,7 @@ def run_case(case: Case) -> Result:
             continue
         totals = [run_rank(model, batch, step, dp_rank, case) for dp_rank in range(case.dp)]
         gradient, metrics = take_gradient(model), add_metrics(totals)
-        expected, expected_metrics = run_reference(model, made_up, batch, step, case)
+        expected, expected_metrics = run_reference(plain, made_up, batch, step, case)
         errors.append(relative_error(gradient, expected))
         drifts.append(largest_drift(metrics, expected_metrics))
     drifts.append(largest_drift(batch_metrics(batch), reference_batch(made_up)))
@@ -87,14 +98,30 @@ def role_of(case: Case) -> Role:
 
 
 @lru_cache(maxsize=16)
-def _load(model: str, dtype: str, critic: bool, casts: bool = True) -> tuple[nn.Module, MadeUp]:
-    loaded = load_model(model, dtype, critic=critic, casts=casts)
-    return loaded, make_up(loaded, DTYPES[dtype])
+def _load(model: str, dtype: str, critic: bool, recompute: bool = False) -> nn.Module:
+    return load_model(model, dtype, critic=critic, casts=dtype != "float64", recompute=recompute)
 
 
-def load_case(case: Case) -> tuple[nn.Module, MadeUp]:
+@lru_cache(maxsize=32)
+def _made_up(model: str, dtype: str, critic: bool, long: bool, far: bool, longest: int | None) -> MadeUp:
+    loaded, of_fields = _load(model, dtype, critic), torch.promote_types(DTYPES[dtype], torch.float32)
+    if not long:
+        return make_up(loaded, of_fields, far=far)
+    row_tokens = lengths_of(loaded, longest).row_tokens
+    return make_up(loaded, of_fields, far=far, num_prompts=3, row_tokens=row_tokens)
+
+
+def lengths_of(model: nn.Module, longest: int | None = None) -> Lengths:
+    """The lengths in the model's config, and rows that reach past them."""
+    config = model.config
+    assert isinstance(config, PretrainedConfig)
+    return find_lengths(config, longest=longest)
+
+
+def load_case(case: Case, longest: int | None = None) -> tuple[nn.Module, MadeUp]:
     """The model and the made-up batch of a case, made once for all cases that share them."""
-    return _load(case.model, case.dtype, case.critic, case.collate != "tree")
+    kind = (case.model, case.dtype, case.critic)
+    return _load(*kind), _made_up(*kind, case.rows == "long", case.ratios == "far", longest)
 
 
 def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
@@ -102,8 +129,11 @@ def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
     order = np.arange(len(made_up.rows))
     if case.order:
         order = np.random.default_rng(case.order).permutation(order)
+    cut, longest = CUTS[case.cut], int(made_up.rows.tokens.max())
+    if cut.micro_batch_tokens is not None and case.rows == "long":  # so that it is not alone
+        cut = replace(cut, micro_batch_tokens=longest + cut.micro_batch_tokens)
     layout = replace(
-        CUTS[case.cut],
+        cut,
         dp_size=case.dp,
         align=case.align,
         collate=case.collate,
@@ -146,24 +176,57 @@ def _count_experts(batch: TensorBatch, step: Step, routers: Routers) -> Tensor:
     return count_experts((e for rank in range(step.dp_size) for e in routings_of(batch, step, rank)), routers)
 
 
-def has_experts(name: str, dtype: str) -> bool:
-    """Whether the model has experts whose routing can be replayed."""
-    try:
-        return find_routers(_load(name, dtype, False)[0]) is not None
-    except ConfigError:
-        return False
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What can be checked of an actor or a critic, and what cannot."""
+
+    model: str
+    lengths: Lengths
+    critic: bool
+    experts: bool
+    trees: bool
+    recompute: bool
+    parameters: int
+    notes: tuple[str, ...]
 
 
-def has_trees(name: str, dtype: str) -> bool:
-    """Whether rows of this model can be collated as a tree: made-up ones of experts or images cannot."""
-    model, made_up = _load(name, dtype, False)
-    if any({"routed_experts", "multi_modal_inputs"} & row.keys() for row in made_up.fields):
-        return False
+def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int | None = None) -> ModelFacts:
+    """Load a model and look at it."""
+    model = _load(name, dtype, only_critic)
+    lengths = lengths_of(model, longest)
+    experts, notes = False, []
     try:
-        check_packs(model, Collator(how="tree", token_id=0))
-    except ConfigError:
-        return False
-    return True
+        experts = not only_critic and find_routers(model) is not None
+    except ConfigError as error:
+        notes.append(f"experts are routed naturally: {str(error).split(': ', 1)[-1]}")
+    trees = False
+    if has_vision(model.config) or experts:
+        notes.append("tree is not possible with images or replayed experts")
+    elif not only_critic:
+        try:
+            check_tree(model, max(lengths.row_tokens, default=SHORT))
+            check_packs(model, Collator(how="tree", token_id=0), row_tokens=SHORT, micro_batch_tokens=4 * SHORT)
+            trees = True
+        except ConfigError as error:
+            notes.append(f"tree is not possible: {str(error).rpartition(';')[0]}")
+    if model.config._attn_implementation != "sdpa":  # pyright: ignore
+        notes.append(f"it has no sdpa attention: set model.attention = '{model.config._attn_implementation}'")  # pyright: ignore
+    critic = only_critic or has_critic(name)
+    if not critic:
+        notes.append("no critic: transformers has no token classifier of its family")
+    recompute = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ModelFacts(name, lengths, critic, experts, trees, recompute, parameters, tuple(notes))
+
+
+def able(facts: Iterable[ModelFacts], only_critic: Sequence[str] = ()) -> Able:
+    """Which cases make sense for these models."""
+    facts = [*facts]
+
+    def names(field: str) -> list[str]:
+        return [of_model.model for of_model in facts if getattr(of_model, field)]
+
+    return Able(names("critic"), only_critic, names("experts"), names("trees"), names("recompute"))
 
 
 def batch_metrics(batch: TensorBatch) -> dict[str, float]:
@@ -189,7 +252,8 @@ def _actor_loss(model: nn.Module, micro: MicroBatch, case: Case) -> Sums:
     assert case.loss != "value"
     log_probs, entropy = forward_log_probs(model, micro)
     old, advantages, weights = micro.fields["old_log_probs"], micro.fields["advantages"], micro.weights
-    policy = policy_loss(log_probs, old, advantages, weights, kind=case.loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    clips = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": DUAL_CLIP if case.dual_clip else None}
+    policy = policy_loss(log_probs, old, advantages, weights, kind=case.loss, **clips)
     bonus = entropy_loss(entropy, weights)
     loss, metrics = policy.loss, {**policy.metrics, **bonus.metrics}
     if case.entropy:

@@ -8,6 +8,8 @@ from importlib.metadata import version
 
 from raggedright.cli import check, plan, report, train
 from raggedright.errors import RaggedRightError
+from raggedright.files import disk_fault
+from raggedright.report.text import say
 
 EXIT_BAD_INPUT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -31,6 +33,7 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; what goes wrong is said in a sentence on standard error."""
+    _open_closed_streams()
     parser = make_parser(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
     if not hasattr(args, "run"):
@@ -43,11 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
         sys.stdout.flush()
     except RaggedRightError as error:
-        print(f"raggedright: {error}", file=sys.stderr)
+        say(f"raggedright: {error}", error=True)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        fault = disk_fault(error)
+        if fault is None:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        say(f"raggedright: {place}{fault}; make room, and run it again", error=True)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
+
+
+def _open_closed_streams() -> None:
+    """Have closed streams (`>&-`) read and write nothing; else the next file that is opened gets their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -3,10 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,25 +16,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from raggedright.cli.arguments import Commands, add_parser, count, counts
-from raggedright.errors import ConfigError, RaggedRightError
-from raggedright.report.words import counted
+from raggedright.errors import ConfigError, RaggedRightError, install_hint
+from raggedright.report.text import counted
 
 if TYPE_CHECKING:
     from raggedright.check.cases import Case
-    from raggedright.check.run import Result
+    from raggedright.check.run import ModelFacts, Result
+    from raggedright.check.verdict import Line, Verdict
 
 EXAMPLES = """\
 examples:
-  raggedright check                                 tiny models made on the spot, about a minute
-  raggedright check --model path/to/model --dp 2,8  a model directory of yours, on two data-parallel sizes
+  raggedright check                          tiny models made on the spot
+  raggedright check --model path/to/model    a model directory of yours
   raggedright check --format json | jq .max_rel_error
 
 Each case plans a made-up ragged batch, runs it rank by rank and micro-batch by micro-batch, padding rows included, and
-compares gradient and metrics with the same rows run one by one. Exit code 1 above the tolerance: 1e-10 in float64,
-1e-5 in float32.
+compares gradient and metrics with the same rows run one by one. Half of the cases have rows that reach past the
+windows, chunks and positions in the model's config. Then come advantages, weights after optimizer steps in two
+processes, and bfloat16. Exit code 1 above the tolerance: 1e-10 in float64, 1e-5 in float32.
 """
 DTYPES = ("float64", "float32")
 COVERINGS = 3  # different ones: each has every pair of choices
+MOST_PARAMETERS = 50_000_000  # of a model whose optimizer steps are run in float64
 
 
 class CheckError(RaggedRightError):
@@ -54,12 +58,19 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--model",
         action="append",
         metavar="NAME",
-        help="qwen3, qwen3-moe, qwen3-vl or a model directory (default all three)",
+        help="qwen3, qwen3-moe, qwen3-vl, mistral or a model directory (default the first three)",
+    )
+    add(
+        "--critic",
+        action="append",
+        metavar="NAME",
+        help="a directory for critic.path (default mistral, made on the spot)",
     )
     add("--dp", type=counts, default=[1, 2, 3, 4], metavar="N,N", help="data-parallel sizes (default 1,2,3,4)")
     add("--dtype", action="append", choices=DTYPES, help="default both")
+    add("--longest", type=count, metavar="N", help="most tokens of a row (default 1024 or less, by the vocabulary)")
     add("--seed", type=int, default=0, metavar="N", help="chooses the cases (default 0)")
-    add("--most", type=count, metavar="N", help="stop after N cases")
+    add("--most", type=count, metavar="N", help="run N cases and nothing else")
     add("--full", action="store_true", help="every combination, not only every pair: hours")
     add("--format", choices=("table", "json"), default="table", help="default table")
     parser.set_defaults(run=run)
@@ -67,42 +78,76 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Choose cases, run them, show them."""
-    for name in args.model or ():
+    for name in (*(args.model or ()), *(args.critic or ())):
         _check_name(name)
     try:
-        from raggedright.check.cases import all_cases, choices, covering_cases
-        from raggedright.check.models import BUILTIN, has_critic
-        from raggedright.check.run import has_experts, has_trees
+        from raggedright.check.models import BUILTIN, CRITICS
+        from raggedright.check.run import facts_of
+        from raggedright.check.verdict import sentence_of
     except ModuleNotFoundError as error:
-        raise ConfigError(f"check needs {error.name}; pip install 'raggedright[train]'") from None
+        raise ConfigError(f"check needs {error.name}; {install_hint('train')}") from None
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
     set_verbosity_error()  # a critic's new head is no news
-    models = args.model or list(BUILTIN)
-    options = choices(models, args.dp, args.dtype or DTYPES)
-    dtype = options["dtype"][0]
-    able = {
-        "with_critic": [model for model in models if has_critic(model)],
-        "with_experts": [model for model in models if has_experts(model, dtype)],
-        "with_trees": [model for model in models if has_trees(model, dtype)],
-    }
-    if args.full:
-        cases: Iterable[Case] = all_cases(options, **able)
-    else:
-        coverings = (covering_cases(options, **able, seed=args.seed + i) for i in range(COVERINGS))
-        cases = dict.fromkeys(case for covering in coverings for case in covering)
-    results = list(_run_all(list(islice(cases, args.most))))
-    failed = [result for result in results if not result.passed]
+    models, critics = args.model or list(BUILTIN), args.critic or ([] if args.model else list(CRITICS))
+    dtypes = args.dtype or DTYPES
+    facts = [facts_of(name, dtypes[0], longest=args.longest) for name in models]
+    facts += [facts_of(name, dtypes[0], longest=args.longest, only_critic=True) for name in critics]
+    cases = _choose(args, facts, critics, dtypes)
+    results = list(_run_all(list(islice(cases, args.most)), args.longest))
+    lines = [] if args.most else _run_sections(facts, critics)
+    checked = [of_model.model for of_model in facts if any(r.case.model == of_model.model for r in results)]
+    sentences = {name: sentence_of(name, results) for name in checked}
     if args.format == "json":
-        json.dump(_to_dict(results), sys.stdout)
+        json.dump(_to_dict(results, facts, sentences, lines), sys.stdout)
         print()
     else:
-        _print_table(results, Console(emoji=False))
-        if not failed:
-            print(f"{counted(len(results), 'case')}, all within their tolerance")
+        _print_report(results, facts, sentences, lines)
+    failed = {result.case.model for result in results if not result.passed}
+    num_failed = sum(not result.passed for result in results)
     if failed:
-        raise CheckError(f"{len(failed)} of {len(results)} cases are above their tolerance; the first is {failed[0]}")
+        found = "; ".join(sentences[name] for name in checked if name in failed)
+        raise CheckError(f"{num_failed} of {len(results)} cases are above their tolerance: {found}")
+    for line in lines:
+        if not line.passed:
+            raise CheckError(
+                f"{line.section}, {line.subject}: off by {line.error:.1e} and the tolerance is {line.tolerance:.1e}"
+            )
+
+
+def _choose(
+    args: argparse.Namespace, facts: "Sequence[ModelFacts]", critics: Sequence[str], dtypes: Sequence[str]
+) -> "Iterable[Case]":
+    """All cases, or several coverings."""
+    from raggedright.check.cases import all_cases, choices, covering_cases
+    from raggedright.check.run import able
+
+    options = choices([of_model.model for of_model in facts], args.dp, dtypes)
+    if args.full:
+        return all_cases(options, able(facts, critics))
+    coverings = (covering_cases(options, able(facts, critics), seed=args.seed + i) for i in range(COVERINGS))
+    return dict.fromkeys(case for covering in coverings for case in covering)
+
+
+def _run_sections(facts: "Sequence[ModelFacts]", critics: Sequence[str]) -> "list[Line]":
+    """What is no case: advantages, weights after steps in two processes, and bfloat16."""
+    from raggedright.check.advantages import run_advantages
+    from raggedright.check.half import run_half
+    from raggedright.check.ranks import run_steps, step_cases
+    from raggedright.check.verdict import advantage_lines, half_lines, step_lines
+
+    actors = [of_model for of_model in facts if of_model.model not in critics]
+    small = [of_model.model for of_model in facts if of_model.parameters <= MOST_PARAMETERS]
+    steps = step_cases([a.model for a in actors if a.model in small], [name for name in critics if name in small])
+    lines = advantage_lines(run_advantages())
+    lines += step_lines(run_steps(steps)) if steps else []
+    for of_model in actors:
+        collates = ("packed", "padded", "tree") if of_model.trees else ("packed", "padded")
+        lines += half_lines(run_half(of_model.model, collates))
+    for name in critics:
+        lines += half_lines(run_half(name, ("packed", "padded"), critic=True))
+    return lines
 
 
 def _check_name(name: str) -> None:
@@ -115,7 +160,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"--model {name}: not a model directory, it has no config.json{hint}")
 
 
-def _run_all(cases: "list[Case]") -> "Iterator[Result]":
+def _run_all(cases: "list[Case]", longest: int | None) -> "Iterator[Result]":
     import torch
 
     from raggedright.check.run import run_case
@@ -125,10 +170,14 @@ def _run_all(cases: "list[Case]") -> "Iterator[Result]":
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for case in progress.track(cases):
-            yield run_case(case)
+            yield run_case(case, longest)
 
 
-def _to_dict(results: "list[Result]") -> dict[str, object]:
+def _to_dict(
+    results: "Sequence[Result]", facts: "Sequence[ModelFacts]", sentences: dict[str, str], lines: "Sequence[Line]"
+) -> dict[str, object]:
+    from raggedright.check.verdict import verdicts
+
     return {
         "cases": [
             {
@@ -137,38 +186,94 @@ def _to_dict(results: "list[Result]") -> dict[str, object]:
                 "padding_rows": result.padding_rows,
                 "rel_error": result.rel_error,
                 "metric_drift": result.metric_drift,
+                "tolerance": result.tolerance,
                 "passed": result.passed,
             }
             for result in results
         ],
+        "models": [{**asdict(of_model), "verdict": sentences.get(of_model.model)} for of_model in facts],
+        "verdicts": [verdict.to_dict() for verdict in verdicts(results)],
         "max_rel_error": max((result.rel_error for result in results), default=0.0),
         "max_metric_drift": max((result.metric_drift for result in results), default=0.0),
+        "more": [asdict(line) for line in lines],
+        "passed": all(result.passed for result in (*results, *lines)),
     }
 
 
-def _print_table(results: "list[Result]", console: Console) -> None:
-    """One line per model, dtype and align: the largest error of its cases."""
-    from raggedright.check.run import TOLERANCE
+def _print_report(
+    results: "Sequence[Result]", facts: "Sequence[ModelFacts]", sentences: dict[str, str], lines: "Sequence[Line]"
+) -> None:
+    """The table, then what each model's verdict is and what was not looked at."""
+    from raggedright.check.verdict import short_name, verdicts
 
-    table = Table(title="Largest difference from the same rows run one by one", title_justify="left", box=None)
-    for heading in ("model", "dtype", "align"):
-        table.add_column(heading)
-    for heading in ("cases", "padding rows", "gradient", "metrics", "tolerance", ""):
-        table.add_column(heading, justify="right")
-    groups: dict[tuple[str, str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.case.model, result.case.dtype, result.case.align), []).append(result)
-    for (model, dtype, align), group in sorted(groups.items()):
-        padding = [result.padding_rows for result in group]
+    console = Console(emoji=False, highlight=False)
+    console.print(_table(verdicts(results)))
+    for section in dict.fromkeys(line.section for line in lines):
+        console.print()
+        console.print(_section_table(section, [line for line in lines if line.section == section]))
+    console.print()
+    for of_model in facts:
+        _say(console, sentences.get(of_model.model, f"{short_name(of_model.model)}: no case"))
+        for note in (*_length_notes(of_model), *of_model.notes):
+            _say(console, f"  {note}")
+    if all(result.passed for result in (*results, *lines)):
+        more = f" and {counted(sum(line.cases for line in lines), 'more check')}" if lines else ""
+        print(f"{counted(len(results), 'case')}{more}, all within their tolerance")
+
+
+def _section_table(section: str, lines: "Sequence[Line]") -> Table:
+    title = {"bfloat16": "bfloat16, against rows one by one; tolerance: twice its rounding"}
+    table = Table(title=escape(title.get(section, section)), title_justify="left", box=None, pad_edge=False)
+    table.add_column("", min_width=34, max_width=40, no_wrap=True)
+    for heading in ("checks", "difference", "tolerance"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for line in lines:
+        verdict = "[green]right[/]" if line.passed else "[red]wrong[/]"
+        table.add_row(escape(line.subject), str(line.cases), f"{line.error:.1e}", f"{line.tolerance:.0e}", verdict)
+    return table
+
+
+def _say(console: Console, sentence: str) -> None:
+    print(fill(sentence, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+
+
+def _length_notes(facts: "ModelFacts") -> Iterator[str]:
+    """Which lengths of the config rows reached past, and which not."""
+    lengths = facts.lengths
+    if lengths.reached:
+        tokens = ", ".join(f"{number:,}" for number in lengths.row_tokens)
+        yield f"rows of {tokens} tokens reach {_named(lengths.reached)}"
+    if lengths.not_reached:
+        yield f"not reached: {_named(lengths.not_reached)}; rows have at most {lengths.limit:,} tokens (--longest)"
+
+
+def _named(lengths: dict[str, int]) -> str:
+    return ", ".join(dict.fromkeys(f"{name.rpartition('.')[2]} {value:,}" for name, value in lengths.items()))
+
+
+def _table(verdicts: "Sequence[Verdict]") -> Table:
+    """One line per model, dtype and collation: the largest error of its cases."""
+    from raggedright.check.verdict import short_name
+
+    table = Table(
+        title="Largest difference from the same rows run one by one", title_justify="left", box=None, pad_edge=False
+    )
+    table.add_column("model", max_width=16, no_wrap=True)
+    for heading in ("dtype", "collate"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("cases", "gradient", "metrics", "tolerance"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for verdict in verdicts:
         table.add_row(
-            escape(model),
-            dtype,
-            align,
-            str(len(group)),
-            str(min(padding)) if min(padding) == max(padding) else f"{min(padding)}-{max(padding)}",
-            f"{max(result.rel_error for result in group):.1e}",
-            f"{max(result.metric_drift for result in group):.1e}",
-            f"{TOLERANCE[dtype]:.0e}",
-            "[green]ok[/]" if all(result.passed for result in group) else "[red]above[/]",
+            escape(short_name(verdict.model)),
+            verdict.dtype,
+            verdict.collate,
+            str(verdict.cases),
+            f"{verdict.gradient:.1e}",
+            f"{verdict.metrics:.1e}",
+            f"{verdict.tolerance:.0e}",
+            "[green]right[/]" if verdict.right else "[red]wrong[/]",
         )
-    console.print(table)
+    return table

@@ -2,37 +2,46 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import get_args
+from functools import partial
+from typing import BinaryIO, get_args
 
 from rich.console import Console
 
 from raggedright.cli.arguments import Commands, add_parser, count
+from raggedright.cli.progress import Report, progress_bar
 from raggedright.errors import ConfigError, RowsError
 from raggedright.ledger import close_ledger
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg, OverLong
-from raggedright.plan.plan import make_plan
-from raggedright.plan.what_if import compare_rules
-from raggedright.report.comparison import print_comparison
-from raggedright.report.plan_json import plan_to_dict
-from raggedright.report.svg import draw_plan
-from raggedright.report.table import print_plan
+from raggedright.plan.plan import Plan, make_plan
+from raggedright.plan.what_if import WhatIf, compare_rules
+from raggedright.report.plan_output import plan_to_dict, print_comparison, print_plan
+from raggedright.report.plan_svg import draw_plan
+from raggedright.report.text import say
 from raggedright.rows import Rows
 
 EXAMPLES = """\
 examples:
-  raggedright plan rows.jsonl --dp 2 --batch-size 45 --mini-batch-size 15 --rollout-n 8
-  raggedright plan rows.jsonl --dp 8 --batch-size 64 --mini-batch-size 32 --rollout-n 4 --compare
-  cat rows.jsonl | raggedright plan - --dp 2 --batch-size 45 --mini-batch-size 15 --rollout-n 8 --format svg > plan.svg
+  raggedright plan rows.jsonl --dp 2 --batch-size 45 --mini-batch-size 15 \\
+      --rollout-n 8
+  raggedright plan rows.jsonl --dp 8 --batch-size 64 --mini-batch-size 32 \\
+      --rollout-n 4 --compare
+  cat rows.jsonl | raggedright plan - --dp 2 --batch-size 45 \\
+      --mini-batch-size 15 --rollout-n 8 --format svg > plan.svg
 
-A line of ROWS.jsonl is one row:
-  {"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 12, "response_tokens": 30, "loss_tokens": 30}
-loss_tokens may be left out: all of the response.
+A line of ROWS.jsonl is one row, a JSON object such as (here on two lines)
+  {"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 12,
+   "response_tokens": 30, "loss_tokens": 30}
+
+Without loss_tokens, all response tokens have loss.
 """
+MOST_LINE_BYTES = 16 << 20  # a row has some 100; JSON takes up to 30 times its size in memory
+REPORT_LINES = 1_000  # lines of a file between two reports of progress
 
 
 def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -44,13 +53,16 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
         description="Plan a batch of ragged rows: the step, rank, micro-batch and weight of each.",
         epilog=EXAMPLES,
     )
-    parser.usage = "raggedright plan ROWS.jsonl --dp N --batch-size N --mini-batch-size N --rollout-n N [options]"
-    parser.add_argument("file", metavar="ROWS.jsonl", help="one JSON object a line; - reads standard input")
+    parser.usage = (
+        "raggedright plan ROWS.jsonl --dp N --batch-size N --mini-batch-size N\n"
+        "                        --rollout-n N [options]"
+    )
+    parser.add_argument("file", metavar="ROWS.jsonl", help="one JSON object per line; - reads standard input")
     add = parser.add_argument_group("the batch").add_argument
     add("--dp", dest="dp_size", type=count, required=True, metavar="N", help="data-parallel ranks (not the world size)")
     add("--batch-size", type=count, required=True, metavar="N", help="prompts in a batch")
     add("--mini-batch-size", type=count, required=True, metavar="N", help="prompts in an actor's mini-batch")
-    add("--rollout-n", type=count, required=True, metavar="N", help="sessions a prompt")
+    add("--rollout-n", type=count, required=True, metavar="N", help="sessions per prompt")
     add("--critic-mini-batch-size", type=count, metavar="N", help="prompts in a critic's mini-batch, where one trains")
     add("--critic-warm-up", dest="actor_trains", action="store_false", help="the critic trains alone")
     add("--epochs", type=count, default=1, metavar="N", help="times that each row is trained (default 1)")
@@ -58,9 +70,12 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     add = parser.add_argument_group("alignment and weights").add_argument
     add(
         "--align", choices=get_args(Align), default="steps",
-        help="steps: the step count is the config's (default); lcm: equal row counts, for engines that ask for them",
+        help="steps: the step count is the config's (default); lcm: equal row counts, for engines that require them",
     )  # fmt: skip
-    add("--loss-agg", choices=get_args(LossAgg), default="token-mean", help="what a token weighs (default token-mean)")
+    add(
+        "--loss-agg", choices=get_args(LossAgg), default="token-mean", metavar="NAME",
+        help=f"how loss tokens are weighted: {', '.join(get_args(LossAgg))} (default token-mean)",
+    )  # fmt: skip
     add("--loss-norm-tokens", type=count, metavar="L", help="the constant of seq-mean-token-sum-norm")
     group = parser.add_argument_group("micro-batches")
     rule = group.add_mutually_exclusive_group()
@@ -73,12 +88,12 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
         default="packed",
         help="packed (default) and tree count tokens, padded rectangles",
     )
-    add("--micro-batch-multiple", type=count, default=1, metavar="N", help="asked for by pipeline parallel (default 1)")
-    add("--min-row-tokens", type=count, default=2, metavar="N", help="asked for by context parallel (default 2)")
+    add("--micro-batch-multiple", type=count, default=1, metavar="N", help="for pipeline parallelism (default 1)")
+    add("--min-row-tokens", type=count, default=2, metavar="N", help="for context parallelism (default 2)")
     add("--over-long", choices=get_args(OverLong), default="error", help="a row above the token budget (default error)")
     add = parser.add_argument_group("output").add_argument
     add("--format", choices=("table", "json", "svg"), default="table", help="default table")
-    add("--compare", action="store_true", help="put the alignments, and the rules of other trainers, side by side")
+    add("--compare", action="store_true", help="compare the alignments and the rules of other trainers")
     parser.set_defaults(run=lambda args: run(args, parser))
 
 
@@ -91,59 +106,69 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         layout = Layout(**options)
     except ConfigError as error:
         parser.error(_with_options(str(error)))
-    rows = _read(args.file)
-    if not len(rows):
-        print(f"warning: {_name(args.file)} has no rows; a line is one row, a JSON object", file=sys.stderr)
-    if rows.num_prompts > layout.batch_size:
-        print(
-            f"warning: {args.file} has {rows.num_prompts:,} prompts and --batch-size is {layout.batch_size:,}; "
-            "steps are counted from the latter",
-            file=sys.stderr,
-        )
-    if (most := _most_sessions(rows)) > layout.rollout_n:
-        print(
-            f"warning: {args.file} has a prompt of {most:,} sessions and --rollout-n is {layout.rollout_n:,}",
-            file=sys.stderr,
-        )
-    start = time.perf_counter()
-    try:
-        plan = make_plan(rows, layout)
-    except RowsError as error:
-        raise RowsError(_with_options(str(error))) from None
-    seconds = time.perf_counter() - start
-    rules = compare_rules(rows, layout) if args.compare else None
-    if args.format == "svg":
-        print(draw_plan(plan))
-    elif args.format == "json":
-        comparison = {"compare": [asdict(rule) for rule in rules]} if rules else {}
-        json.dump({**plan_to_dict(plan, seconds), **comparison}, sys.stdout)
-        print()
-    else:
-        console = Console(emoji=False, markup=False)
+    with progress_bar() as report:
+        rows = _read(args.file, report)
+        report(f"planning {len(rows):,} rows", 0, 0)
+        start = time.perf_counter()
+        try:
+            plan = make_plan(rows, layout)
+        except RowsError as error:
+            raise RowsError(_with_options(str(error))) from None
+        seconds = time.perf_counter() - start
+        for warning in plan.warnings:
+            say(f"warning: {_with_options(warning)}", error=True)
+        rules = compare_rules(rows, layout, plan=plan, report=report) if args.compare else None
+        report("writing", 0, 0)
+        if args.format == "svg":
+            text = draw_plan(plan)
+        elif args.format == "json":
+            comparison = {"compare": [asdict(rule) for rule in rules]} if rules else {}
+            text = json.dumps({**plan_to_dict(plan, seconds), **comparison})
+        else:
+            text = _table(plan, seconds, rules)
+    print(text)
+
+
+def _table(plan: Plan, seconds: float, rules: Sequence[WhatIf] | None) -> str:
+    """The table as the terminal takes it, with its width and its colours."""
+    console = Console(emoji=False, markup=False, highlight=False)
+    with console.capture() as captured:
         print_plan(plan, seconds, console)
-        console.print(str(close_ledger(plan)), highlight=False)
+        console.print(str(close_ledger(plan)), soft_wrap=True)
         if rules:
             console.print()
             print_comparison(rules, console)
+    return captured.get().rstrip("\n")
 
 
-def _read(file: str) -> Rows:
+def _read(file: str, report: Report) -> Rows:
     try:
-        return Rows.from_jsonl(sys.stdin.buffer if file == "-" else file)
+        with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
+            rows = Rows.from_jsonl(_reported(source, f"reading {_name(file)}", report))
     except OSError as error:
         raise RowsError(f"{file}: {error.strerror}; give a file of rows, or - for standard input") from None
     except RowsError as error:
         raise RowsError(f"{_name(file)}, {error}") from None
+    if not len(rows):
+        raise RowsError(f"{_name(file)} has no rows; a line is one row, a JSON object")
+    return rows
+
+
+def _reported(source: BinaryIO, doing: str, report: Report) -> Iterator[bytes]:
+    """The lines of a file, with how much of it is read."""
+    size = os.fstat(source.fileno()).st_size  # 0 of a pipe
+    read = 0
+    for i, line in enumerate(iter(partial(source.readline, MOST_LINE_BYTES + 1), b"")):
+        if len(line) > MOST_LINE_BYTES:
+            raise RowsError(f"line {i + 1}: more than {MOST_LINE_BYTES:,} bytes; one line is one row, a JSON object")
+        read += len(line)
+        if i % REPORT_LINES == 0:
+            report(doing, read, size)
+        yield line
 
 
 def _name(file: str) -> str:
     return "standard input" if file == "-" else file
-
-
-def _most_sessions(rows: Rows) -> int:
-    """Sessions of the prompt that has the most."""
-    sessions = dict.fromkeys(zip(rows.prompt.tolist(), rows.session.tolist(), strict=True))
-    return max(Counter(prompt for prompt, _ in sessions).values(), default=0)
 
 
 def _with_options(text: str) -> str:

@@ -5,15 +5,15 @@ import webbrowser
 from pathlib import Path
 
 from raggedright.cli.arguments import Commands, add_parser
-from raggedright.errors import ConfigError
+from raggedright.errors import ConfigError, install_hint
 
 EXAMPLES = """\
 examples:
-  raggedright report runs/latest          writes runs/latest/report.html and prints its path
-  raggedright report runs/latest --open   and shows it in the browser
+  raggedright report runs/latest          write runs/latest/report.html
+  raggedright report runs/latest --open   and show it in the browser
 
 The page is one file without scripts, fonts or links: it can be mailed, archived and opened offline. It is made from
-RUN/events.jsonl alone, also while the run goes on; every run writes it at its end by itself.
+RUN/events.jsonl alone, also during the run; every run writes it when it ends.
 """
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         from raggedright.report.run_page import write_report
     except ModuleNotFoundError as error:
-        raise ConfigError(f"report needs {error.name}; pip install 'raggedright[train]'") from None
+        raise ConfigError(f"report needs {error.name}; {install_hint('train')}") from None
     path = write_report(args.folder)
     print(path)
     if args.open and not webbrowser.open(path.resolve().as_uri()):

@@ -2,40 +2,43 @@
 
 import argparse
 import fcntl
+import os
 import random
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
 from raggedright.cli.arguments import Commands, add_parser
-from raggedright.errors import ConfigError
-from raggedright.report.words import counted
+from raggedright.errors import ConfigError, RaggedRightError, install_hint
+from raggedright.files import write_file
+from raggedright.report.text import counted, say, score_text
 
 if TYPE_CHECKING:
     from pydantic_settings import CliSettingsSource
 
     from raggedright.config.schema import Config
-    from raggedright.report.run_events import RunEvents
+    from raggedright.report.events import RunEvents
     from raggedright.rows import Rows
 
 EXAMPLES = """\
 examples:
   raggedright train configs/compaction.toml
-  raggedright train configs/compaction.toml --parallel.dp 1 --train.rounds 20 --out runs/short
+  raggedright train configs/compaction.toml --train.rounds 20 --out runs/short
   raggedright train configs/compaction.toml --train.align lcm --dry-run
 
-Every key of the config is an option; lists and tables are given as JSON, and null is no value. The same command again
-goes on with the run that its folder holds, from the last checkpoint.
+Every key of the config is an option (--help-all shows them, docs/config.md has a page about them). Lists and tables
+are given as JSON; null stands for no value. Run the same command again to resume a run from its last checkpoint.
 """
 CONFIG_FILE, EVENTS_FILE, LOCK_FILE = "config.toml", "events.jsonl", "lock"
-RUN_FILES = (CONFIG_FILE, EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "report.html", "stop")
-RUN_FOLDERS = ("tensorboard", "logs", "model", "model.new", "checkpoints", "ray")
+RUN_FILES = (CONFIG_FILE, EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "run_id", "report.html", "stop")
+RUN_FOLDERS = ("tensorboard", "wandb", "mlruns", "logs", "model", "model.new", "checkpoints", "ray")
 
 
 def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[str]) -> None:
@@ -47,38 +50,44 @@ def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[st
         description="Train, round by round, and write a report.",
         epilog=EXAMPLES,
     )
-    parser.usage = (
-        "raggedright train CONFIG [--dry-run] [--fresh] [--max-restarts K] [--launcher ray] [--KEY VALUE ...]"
-    )
+    parser.usage = "raggedright train CONFIG [options] [--KEY VALUE ...]"
+    parser.add_argument("--help-all", action=_HelpAll, help="show this help message with every key of the config")
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the config and the plan of a made-up round, and stop; looks at no model, agent or prompt",
     )
-    parser.add_argument("--fresh", action="store_true", help="remove the run that is in the run folder, and start anew")
+    parser.add_argument(
+        "--fresh", action="store_true", help="remove the run that is in the run folder, and start again"
+    )
     parser.add_argument(
         "--max-restarts",
         type=int,
         metavar="K",
-        help="start all ranks again so often when one dies",
+        help="start all ranks again up to K times when one dies",
     )
     parser.add_argument("--launcher", choices=("local", "ray"), help="on this machine alone, or on Ray")
     source = None
     if "train" in argv:
-        from pydantic_settings import CliSettingsSource
+        from raggedright.cli.config_options import add_all_keys, add_changed_often
 
-        from raggedright.config.schema import Config
-
-        source = CliSettingsSource(
-            Config,
-            root_parser=parser,
-            cli_parse_none_str="null",
-            cli_avoid_json=True,
-            cli_hide_none_type=True,
-            cli_use_class_docs_for_groups=True,
-        )
+        if {"-h", "--help"} & {*argv}:
+            add_changed_often(parser)
+        else:
+            source = add_all_keys(parser)
     parser.set_defaults(run=lambda args: run(args, source), take_unknown=True)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of the parser, which has every key where no short help was asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.print_help()
+        parser.exit()
 
 
 def run(args: argparse.Namespace, source: object) -> None:
@@ -94,7 +103,7 @@ def run(args: argparse.Namespace, source: object) -> None:
         overrides["parallel"] = {**cast(dict, overrides.get("parallel", {})), **given}
     config = load_config(args.config, overrides)
     for warning in config.warnings():
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", error=True)
     if args.dry_run:
         _dry_run(config)
         return
@@ -102,10 +111,11 @@ def run(args: argparse.Namespace, source: object) -> None:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"training needs {error.name}; pip install 'raggedright[train]'") from None
+        raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from None
+    config = config.model_copy(update={"out": config.out.absolute()})  # an agent may change the working folder
     with _alone_in(config.out):
         _take_folder(config, fresh=args.fresh)
-        (config.out / CONFIG_FILE).write_text(dump_config(config))
+        write_file(config.out / CONFIG_FILE, dump_config(config).encode())
         _train(config)
 
 
@@ -131,11 +141,14 @@ def _read_options(args: argparse.Namespace, source: "CliSettingsSource[Config]")
 def _with_unknown(values: Mapping[str, object], unknown: Sequence[str]) -> dict[str, object]:
     """The values with options that are no keys among them, so that they are refused along with all other faults."""
     merged = dict(values)
-    for option in unknown:
+    for before, option in pairwise(["", *unknown]):
+        is_value = before.startswith("--") and "=" not in before
         if option.startswith("--"):
-            section, _, key = option[2:].partition("=")[0].rpartition(".")
+            section, _, key = option[2:].partition("=")[0].partition(".")
             inside = merged.get(section, {})
-            merged |= {section: {**inside, key: option}} if section and isinstance(inside, Mapping) else {key: option}
+            merged[section] = {**inside, key: option} if key and isinstance(inside, Mapping) else option
+        elif not is_value:
+            raise ConfigError(f"{option!r} is not an option; set a key with --KEY VALUE, such as --train.rounds 10")
     return merged
 
 
@@ -144,20 +157,27 @@ def _train(config: "Config") -> None:
     from raggedright.train.launch import launch
 
     critic = f", critic mini_batch_size {config.critic.mini_batch_size}" if config.has_critic else ""
-    print(
+    say(
         f"{config.agent.name}: {counted(config.train.rounds, 'round')}, dp {config.parallel.dp}, batch_size "
         f"{config.train.batch_size}, mini_batch_size {config.train.mini_batch_size}{critic}, rollout.n "
-        f"{config.rollout.n}, align {config.train.align}; starting",
-        flush=True,
+        f"{config.rollout.n}, align {config.train.align}; starting"
     )
     try:
-        launch(config)
+        launch(config, apart=True)
     except BaseException:
-        if (config.out / EVENTS_FILE).exists():  # what there is of the run has a report, and the error goes on
-            _finish(config.out)
+        if (config.out / EVENTS_FILE).exists():
+            _try_to_finish(config.out)
         raise
     if _finish(config.out) == "interrupted":
         raise KeyboardInterrupt
+
+
+def _try_to_finish(folder: Path) -> None:
+    """Write a report of what there is of a run that failed; the error that ended it comes after this and says more."""
+    try:
+        _finish(folder)
+    except (RaggedRightError, OSError) as error:
+        say(f"there is no report: {error}", error=True)
 
 
 def _finish(folder: Path) -> str:
@@ -166,15 +186,15 @@ def _finish(folder: Path) -> str:
     from raggedright.report.run_page import write_report
 
     events = read_events(folder / EVENTS_FILE)
-    print(_last_lines(folder, events))
-    print(f"report: {write_report(folder)}", flush=True)
+    say(_last_lines(folder, events))
+    say(f"report: {write_report(folder)}")
     return events.end.reason if events.end else "cut off"
 
 
 def _last_lines(folder: Path, events: "RunEvents") -> str:
     """How the run ended and what was kept."""
-    from raggedright.report.axes import duration
     from raggedright.report.run_numbers import ends_of, wall_seconds
+    from raggedright.report.text import duration
 
     reason = events.end.reason if events.end else "cut off"
     scores = [round.metrics["critic/score/mean"] for round in events.rounds if "critic/score/mean" in round.metrics]
@@ -182,12 +202,14 @@ def _last_lines(folder: Path, events: "RunEvents") -> str:
     if scores:
         before, after, few = ends_of(scores)
         of = f"mean of the first and the last {counted(few, 'round')}" if few > 1 else "of the first and the last round"
-        score = f"score {before:.3f} -> {after:.3f} ({of})" if len(scores) > 1 else f"score {after:.3f}"
+        score = f"score {score_text(after)}"
+        if len(scores) > 1:
+            score = f"score {score_text(before)} -> {score_text(after)} ({of})"
     checkpoints = sorted((folder / "checkpoints").glob("round-*"))
     kept = f"events of {counted(len(scores), 'round')}"
     kept += f", the checkpoint of round {int(checkpoints[-1].name[6:])}" if checkpoints else ""
     kept += ", the model" if (folder / "model").is_dir() else ""
-    again = "; the same command goes on" if reason in ("interrupted", "cut off") else ""
+    again = "; run the same command again to resume" if reason in ("interrupted", "cut off") else ""
     took = f"{counted(len(scores), 'round')} in {duration(wall_seconds(events))}"
     return f"{reason} after {took}: {score}\nkept in {folder}: {kept}{again}"
 
@@ -197,7 +219,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Hold the run folder, made if it is not there, so that no second run writes into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("w")
+        file = open(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"out is {folder}: {error.strerror}; give a folder that can be written") from None
     with file:
@@ -211,7 +233,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _take_folder(config: "Config", *, fresh: bool) -> None:
     """See whether the run in the folder can go on, or remove it where that was asked for."""
     folder = config.out
-    if not fresh and (folder / CONFIG_FILE).exists() and (folder / EVENTS_FILE).exists():  # it has begun
+    begun = (folder / CONFIG_FILE).exists() and (folder / EVENTS_FILE).exists()
+    if not fresh and (begun or any((folder / "checkpoints").glob("round-*"))):
         _check_same_run(config)
         return
     for name in (*RUN_FILES, *RUN_FOLDERS) if fresh else ():
@@ -224,31 +247,49 @@ def _take_folder(config: "Config", *, fresh: bool) -> None:
 
 def _check_same_run(config: "Config") -> None:
     """Refuse to go on with a run under a config that would make it another one, and say what else differs."""
-    from raggedright.config.load import load_config
     from raggedright.config.resume import changes
 
-    changed = changes(load_config(config.out / CONFIG_FILE), config)
+    changed = changes(_config_before(config.out), config)
     if changed:
-        print(f"changed since the run began: {'; '.join(changed)}", flush=True)
+        say(f"changed since the run began: {'; '.join(changed)}")
+
+
+def _config_before(folder: Path) -> "Config":
+    """The config of the run in the folder; where its file is gone or damaged, the last checkpoint has a copy."""
+    from raggedright.config.load import load_config, parse_config
+    from raggedright.train.checkpoint import check_files, last_checkpoint
+
+    try:
+        return load_config(folder / CONFIG_FILE)
+    except ConfigError as error:
+        last = last_checkpoint(folder)
+        if last is None:
+            raise ConfigError(
+                f"{folder} holds a run whose config cannot be read ({str(error).splitlines()[0]}), and no checkpoint "
+                "has a copy of it; start again with --fresh, or give another --out"
+            ) from None
+        return parse_config(check_files(last[1]).config, source=f"the config in {last[1]}")
 
 
 def _dry_run(config: "Config") -> None:
     from raggedright.config.load import dump_config
     from raggedright.plan.plan import make_plan
-    from raggedright.report.table import print_plan
+    from raggedright.report.plan_output import print_plan
 
     console = Console(emoji=False, markup=False)
     print(dump_config(config), flush=True)
     began = time.perf_counter()
     plan = make_plan(_made_up_rows(config), config.layout(1))
-    console.print("a made-up first round, one to four rows a session of any length that fits:\n", highlight=False)
+    for warning in plan.warnings:
+        say(f"warning: {warning}", error=True)
+    console.print("a made-up first round, one to four rows per session of any length that fits:\n", highlight=False)
     print_plan(plan, time.perf_counter() - began, console)
     sys.stdout.flush()
 
 
 def _made_up_rows(config: "Config") -> "Rows":
     """Rows such as a first round may have; lengths are guesses within the limits of the config."""
-    from raggedright.report.run_events import COLUMNS
+    from raggedright.report.events import COLUMNS
     from raggedright.rows import Rows
 
     chance = random.Random(config.seed)

@@ -2,23 +2,35 @@
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import TomlConfigSettingsSource
 
 from raggedright.config.schema import Config
+from raggedright.config.unused import without_effect
 from raggedright.errors import ConfigError
 
 Values = Mapping[str, object]
 
 _TAKES = {  # by the beginning of pydantic's name for a fault
-    "int_": "it takes a whole number",
+    "int_": "it takes an integer",
     "float_": "it takes a number",
     "bool_": "it takes true or false",
+    "string_": "it takes text",
+    "path_": "it takes a path",
+    "dict_": "it takes a table",
+    "list_": "it takes a list",
+    "model_": "it takes a table",
+    "tuple_": "it takes a list of numbers",
+    "too_long": "it takes {max_length} numbers",
     "greater_than_equal": "it takes {ge} or more",
     "greater_than": "it takes more than {gt}",
     "less_than_equal": "it takes {le} or less",
@@ -28,7 +40,10 @@ _TAKES = {  # by the beginning of pydantic's name for a fault
 
 
 def load_config(path: Path, overrides: Values | None = None) -> Config:
-    """The config in a file, with the given keys in place of the file's; every fault is in the one error."""
+    """The config in a file, with the given keys in place of the file's; every fault is in the one error.
+
+    Types in the file must be those of the keys; the text of overrides, which come from a command line, is parsed.
+    """
     try:
         values = TomlConfigSettingsSource(Config, path)() if path.is_file() else None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -38,7 +53,12 @@ def load_config(path: Path, overrides: Values | None = None) -> Config:
     if values is None:
         raise ConfigError(f"{path}: there is no such file; a run needs a TOML file, such as configs/compaction.toml")
     source = f"{path} with the options given" if overrides else str(path)
-    return make_config(_merge(values, overrides or {}), source=source)
+    return make_config(_merge(values, _parse_text(overrides or {})), source=source)
+
+
+def parse_config(text: str, *, source: str) -> Config:
+    """The config that `dump_config` wrote."""
+    return make_config(tomllib.loads(text), source=source)
 
 
 def make_config(values: Values, *, source: str) -> Config:
@@ -52,8 +72,22 @@ def make_config(values: Values, *, source: str) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as TOML that `load_config` reads back; keys without a value are left out."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    """The resolved config as TOML that `load_config` reads back; keys without a value or an effect are left out."""
+    values = config.model_dump(mode="json", exclude_none=True)
+    for section in ("optimizer", "critic"):
+        values[section].setdefault("grad_clip", inf)  # None, which TOML does not have
+    for key, _ in without_effect(config, explicit=False):
+        section, name = key.split(".")
+        values[section].pop(name, None)
+    return tomli_w.dumps(values)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with paths that mean the same when an agent changes the working folder of its process."""
+    model = config.model
+    if model.path is not None and Path(model.path).exists():
+        model = model.model_copy(update={"path": str(Path(model.path).absolute())})
+    return config.model_copy(update={"out": config.out.absolute(), "model": model})
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
@@ -86,6 +120,29 @@ def _merge(values: Values, overrides: Values) -> dict[str, object]:
     return merged
 
 
+def _parse_text(overrides: Values, model: type[BaseModel] = Config) -> dict[str, object]:
+    """Overrides with text parsed as the type of its key; text that cannot be parsed stays, and is refused later."""
+    parsed = dict(overrides)
+    for name, value in overrides.items():
+        annotation = model.model_fields[name].annotation if name in model.model_fields else None
+        if isinstance(value, Mapping) and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            parsed[name] = _parse_text(value, annotation)
+        elif isinstance(value, str) and (scalar := _scalar(annotation)):
+            with suppress(ValidationError):
+                parsed[name] = TypeAdapter(scalar).validate_python(value)
+    return parsed
+
+
+def _scalar(annotation: object) -> type | None:
+    """The type that text stands for in a key: int, float or bool, without its limits; None where text is a value."""
+    if annotation in (int, float, bool):
+        return annotation  # pyright: ignore[reportReturnType]
+    inside = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _scalar(inside[0])
+    return next(filter(None, map(_scalar, inside)), None) if get_origin(annotation) in (Union, UnionType) else None
+
+
 def _is_section(name: str) -> bool:
     field = Config.model_fields.get(name)
     return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
@@ -97,6 +154,8 @@ def _sentences(fault: ErrorDetails) -> list[str]:
     match fault["type"]:
         case "extra_forbidden":
             return [f"{key}: there is no such key{suggest(key)}"]
+        case "missing" if isinstance(fault["loc"][-1], int):
+            return [f"{key.rpartition('.')[0]} is {fault['input']!r}: it takes more numbers"]
         case "missing":
             return [f"{key}: missing; it has no default"]
         case "value_error":

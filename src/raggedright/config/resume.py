@@ -20,6 +20,8 @@ FIXED = (
     "agent.name",
     "agent.options",
     "rollout.n",
+    "rollout.dynamic_sampling",
+    "rollout.max_sampled_batches",
     "train.batch_size",
     "critic.path",
 )
@@ -34,7 +36,7 @@ def changes(old: Config, new: Config) -> list[str]:
     if refused:
         raise ConfigError(
             f"{new.out} holds a run that was started otherwise: {'; '.join(refused)}; "
-            "give those keys their old values, another --out, or --fresh to start anew"
+            "give those keys their old values, another --out, or --fresh to start again"
         )
     return [_words(key, *values) for key, values in found.items() if key != "out"]
 

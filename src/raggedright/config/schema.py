@@ -1,6 +1,6 @@
 """The whole config of a run, and the rules that several keys make together.
 
-Invariants: a config that exists can be planned with (`layout`); all that is wrong is told at once; no key comes from
+Invariants: a config that exists can be planned with (`layout`); all errors are reported together; no key comes from
 anywhere but the file and the command line.
 """
 
@@ -27,6 +27,7 @@ from raggedright.config.sections import (
     StoreSection,
     Train,
 )
+from raggedright.config.unused import without_effect
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import DEFAULT_TOKENS, Layout
 
@@ -40,8 +41,8 @@ class Config(BaseSettings):
 
     out: Path = Path("runs/latest")
     """The run folder."""
-    seed: int = Field(default=0, ge=0)
-    """Of weights, data order and sampling."""
+    seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
+    """Seed of the weights, the data order and sampling."""
     model: Model
     prompts: Prompts
     agent: Agent
@@ -85,7 +86,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _together(self) -> "Config":
-        wrong = [*self._critic_faults(), *self._other_faults()]
+        wrong = [*self._critic_faults(), *self._learning_faults(), *self._other_faults()]
         try:
             self.layout(round=1)
         except ConfigError as error:
@@ -114,6 +115,27 @@ class Config(BaseSettings):
                 "never trains; lower it"
             )
         return wrong
+
+    def _learning_faults(self) -> list[str]:
+        """Settings under which every advantage is zero, whatever the scores are."""
+        estimator, n, batch_size = self.algorithm.advantages, self.rollout.n, self.train.batch_size
+        if n == 1 and self.has_group_advantages:
+            return [
+                f"rollout.n is 1 and algorithm.advantages {estimator}, which compares the sessions of a prompt: every "
+                "advantage would be zero; set rollout.n to 2 or more, or algorithm.advantages to reinforce++ or gae"
+            ]
+        if estimator == "reinforce++" and n * batch_size == 1:
+            return [
+                "rollout.n and train.batch_size are 1 and algorithm.advantages reinforce++, which compares the "
+                "sessions of a round: every advantage would be zero; raise one of the two sizes"
+            ]
+        if self.rollout.dynamic_sampling and not self.has_group_advantages:
+            return [
+                f"rollout.dynamic_sampling is true and algorithm.advantages {estimator}, which also learns from "
+                "prompts whose sessions score the same; set the first to false, or the second to grpo, rloo or "
+                "reinforce++-baseline"
+            ]
+        return []
 
     def _other_faults(self) -> list[str]:
         wrong = self._launcher_faults()
@@ -166,7 +188,7 @@ class Config(BaseSettings):
                 f"train.batch_size is {self.train.batch_size} and train.mini_batch_size {self.train.mini_batch_size}: "
                 f"prompts are spread evenly, about {self.train.batch_size / num_steps:.3g} in each of {num_steps} steps"
             )
-        return found
+        return [*found, *(sentence for _, sentence in without_effect(self, explicit=True))]
 
     @property
     def store_backend(self) -> str:
@@ -180,6 +202,11 @@ class Config(BaseSettings):
         """Whether a critic trains."""
         return self.critic.mini_batch_size is not None
 
+    @property
+    def has_group_advantages(self) -> bool:
+        """Whether a session is compared with the other sessions of its prompt alone."""
+        return self.algorithm.advantages in ("grpo", "rloo", "reinforce++-baseline")
+
     def actor_trains(self, round: int) -> bool:
         """Whether the actor trains in a round, counted from 1: not while the critic warms up."""
         return round > self.critic.warmup_rounds
@@ -191,6 +218,12 @@ class Config(BaseSettings):
         if train.micro_batch_rows is not None or train.over_long != "error":
             return None
         return train.micro_batch_tokens or DEFAULT_TOKENS
+
+    def most_tokens(self, row_tokens: int) -> int:
+        """The most tokens of several rows in a micro-batch, where a row has at most `row_tokens`."""
+        if self.train.micro_batch_rows is not None:
+            return self.train.micro_batch_rows * row_tokens
+        return self.train.micro_batch_tokens or DEFAULT_TOKENS
 
     def layout(self, round: int) -> Layout:
         """The planner's settings in a round; those of `train` have the same names there."""

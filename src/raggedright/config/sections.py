@@ -4,9 +4,11 @@ What one key alone decides is checked here; what several decide together is chec
 the planner's Layout where they mean the same, so that its messages name keys that are in the file.
 """
 
+from collections.abc import Mapping
+from math import inf
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from raggedright.advantages import Estimator
 from raggedright.loss_names import KlEstimator, PolicyLoss
@@ -20,9 +22,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A section of the file; a key that it does not have is refused."""
+    """A section of the file; a key that it does not have is refused, and so is a value of another type."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class Model(Section):
@@ -35,7 +39,7 @@ class Model(Section):
     symbols: str | None = None
     """With `made`: the characters of its tokenizer, one token each; an end-of-text and a padding token are added."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of the weights, and of the computation unless compute_dtype says otherwise."""
+    """The type of the weights, and of the computation unless compute_dtype is set."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Mixed precision: compute in this type, keep weights and optimizer in `dtype`."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
@@ -50,7 +54,7 @@ class Prompts(Section):
     source: str
     """A .jsonl or .parquet file, or `module:function` that makes task i from (index, seed)."""
     eval_source: str | None = None
-    """The same, for evaluation; `source` if not given."""
+    """The same, for evaluation; `source` if not set."""
 
 
 class Agent(Section):
@@ -66,65 +70,71 @@ class Rollout(Section):
     """How sessions run."""
 
     n: Count = 8
-    """Sessions a prompt."""
-    temperature: Positive = 1.0
-    """Of sampling; log-probs are recomputed at the same."""
+    """Sessions per prompt."""
+    temperature: Annotated[float, Field(ge=1e-4, allow_inf_nan=False)] = 1.0
+    """Sampling temperature, unless a generation sets its own; log-probs are recomputed at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens of this total probability; below 1, training sees other log-probs."""
+    """Sample from the most likely tokens with this total probability; below 1, training sees different log-probs."""
     top_k: Whole = 0
-    """Sample from this many of the most likely tokens; 0 is all of them."""
+    """Sample from this many of the most likely tokens; 0 means all of them."""
     max_tokens: Count = 512
-    """Most tokens of one generation, unless the agent asks for fewer."""
+    """Maximum tokens of one generation; the agent may ask for fewer."""
     max_row_tokens: Count | None = None
-    """Most tokens of a row; if not given, the model's context, or what a micro-batch takes where that is less."""
+    """Maximum tokens of a row; if not set, the model's context or the micro-batch budget, whichever is smaller."""
     max_trajectories: Count = 1024
-    """Most trajectories of a session."""
+    """Maximum trajectories of a session."""
     concurrency: Count = 1024
-    """Sessions that run at once on a rank."""
+    """Sessions that run concurrently on a rank."""
     timeout: Positive = 300.0
-    """Seconds that a session may take."""
+    """Time limit of a session in seconds."""
     on_failure: Literal["exclude", "zero", "retry"] = "exclude"
     """A failed session: leave it out of its group, score it zero, or run it again (and then leave it out)."""
     retries: Whole = 2
-    """How often to run a failed session again, with on_failure = "retry"."""
+    """Maximum number of retries of a failed session, with on_failure = "retry"."""
+    dynamic_sampling: bool = False
+    """Sample further prompts until train.batch_size of them have scores that differ between their sessions (DAPO)."""
+    max_sampled_batches: Annotated[int, Field(ge=2)] = 4
+    """With dynamic_sampling: the maximum number of prompts that a round samples, in multiples of train.batch_size."""
     max_batch_rows: Count = 512
-    """Most generations that run in one batch of the engine."""
+    """Maximum generations in one batch of the engine."""
+    kept_mib: Whole = 1024
+    """Maximum MiB per rank for the keys and values that trajectories keep between generations; 0 keeps none."""
 
     @property
     def attempts(self) -> int:
-        """How often a session that fails is run, in all."""
+        """The maximum number of times that a session runs."""
         return 1 + (self.retries if self.on_failure == "retry" else 0)
 
 
 class Train(Section):
-    """What a round trains on, and how it is cut."""
+    """What a round trains on, and how its rows are divided."""
 
     rounds: Count
     """Rounds of the run."""
     batch_size: Count
-    """Prompts a round."""
+    """Prompts per round."""
     mini_batch_size: Count
-    """Prompts an optimizer step of the actor."""
+    """Prompts per optimizer step of the actor."""
     epochs: Count = 1
     """Passes over a round's rows."""
     align: Align = "steps"
     """steps: as many optimizer steps as the config says; lcm: equal row counts, the steps follow the rows."""
     loss_agg: LossAgg = "token-mean"
-    """What a token weighs."""
+    """How loss tokens are weighted."""
     loss_norm_tokens: Count | None = None
     """The constant of seq-mean-token-sum-norm."""
     micro_batch_tokens: Count | None = None
-    """Most tokens of a micro-batch; 8,192 if neither this nor micro_batch_rows is given."""
+    """Maximum tokens of a micro-batch; 8,192 if neither this nor micro_batch_rows is set."""
     micro_batch_rows: Count | None = None
-    """Most rows of a micro-batch."""
+    """Maximum rows of a micro-batch."""
     collate: Collate = "packed"
-    """One sequence of all rows, a rectangle, or trees in which what rows begin with alike is computed once."""
+    """packed: one sequence of all rows; padded: a rectangle; tree: a shared prefix of rows is computed once."""
     micro_batch_multiple: Count = 1
-    """Micro-batches of a rank come in multiples of it."""
+    """The number of micro-batches of a rank is a multiple of this."""
     min_row_tokens: Annotated[int, Field(ge=2)] = 2
-    """Least tokens of a row, and the length of a padding row."""
+    """Minimum tokens of a row, and the length of a padding row."""
     over_long: OverLong = "error"
-    """A row over micro_batch_tokens: an error, a micro-batch alone, or dropped."""
+    """A row over micro_batch_tokens: an error, alone in a micro-batch, or dropped."""
     cost_linear: Whole = 47_000
     """Cost of a token, in the planner's units."""
     cost_quadratic: Whole = 1
@@ -132,7 +142,7 @@ class Train(Section):
 
 
 class Experts(Section):
-    """A mixture of experts; without effect on a model that has none."""
+    """Mixture of experts; no effect on other models."""
 
     replay: bool = True
     """Train the actor on the experts that the rollout chose, with the current router's weights for them."""
@@ -143,7 +153,7 @@ class Experts(Section):
 class Algorithm(Section):
     """Advantages and the policy's loss."""
 
-    advantages: Estimator | Literal["gae"] = "grpo"
+    advantages: Literal[Estimator, "gae"] = "grpo"
     """How scores become advantages; gae needs a critic."""
     std: bool = True
     """Divide grpo's advantages by the group's standard deviation."""
@@ -154,7 +164,7 @@ class Algorithm(Section):
     clip_high: NotNegative = 0.2
     """Ratios are clipped from above at 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss of a token of negative advantage."""
+    """Bound of the loss of a token with negative advantage."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus; it decays as the learning rate does."""
     gamma: Fraction = 1.0
@@ -166,10 +176,10 @@ class Algorithm(Section):
 
 
 class Reference(Section):
-    """A frozen copy of the first weights that the policy stays near."""
+    """A frozen copy of the initial weights that the policy stays close to."""
 
     kl: Literal["none", "loss", "reward"] = "none"
-    """Where KL(policy || reference) counts."""
+    """Where KL(policy || reference) is applied."""
     coef: NotNegative = 0.001
     """Its weight."""
     estimator: KlEstimator = "k3"
@@ -181,31 +191,31 @@ class Optimizer(Section):
 
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)  # a list in TOML
     """Decay of the two running means."""
     eps: Positive = 1e-8
     """Added to the root of the second mean."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
-    grad_clip: Positive | None = 1.0
-    """Norm that the gradient is scaled down to."""
+    grad_clip: Annotated[Positive | None, BeforeValidator(lambda norm: None if norm == inf else norm)] = 1.0
+    """Maximum norm of the gradient; inf disables clipping."""
     warmup: Fraction = 0.0
-    """Share of the run in which the learning rate rises from zero."""
+    """Fraction of the run in which the learning rate rises from zero."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """How it falls after that."""
+    """How the learning rate falls after the warm-up."""
     final: Fraction = 0.1
-    """Where it falls to, as a share of lr."""
+    """The final learning rate, as a fraction of lr."""
 
 
 class Critic(Optimizer):
-    """A value model with an optimizer of its own, trained when mini_batch_size is given."""
+    """A value model with its own optimizer, trained if mini_batch_size is set."""
 
     mini_batch_size: Count | None = None
-    """Prompts an optimizer step of the critic."""
+    """Prompts per optimizer step of the critic."""
     path: str | None = None
-    """Directory of its model; the actor's if not given."""
+    """Directory of its model; the actor's if not set."""
     warmup_rounds: Whole = 0
-    """Rounds in which the critic trains and the actor waits."""
+    """Initial rounds in which only the critic trains."""
     value_clip: Positive = 0.5
     """How far values may move from the old ones before they are clipped."""
 
@@ -216,7 +226,7 @@ class Parallel(Section):
     dp: Count = 1
     """Data-parallel ranks, one process each."""
     launcher: Literal["local", "ray"] = "local"
-    """Who starts the ranks: this machine alone, or Ray Train on a cluster."""
+    """What starts the ranks: local processes, or Ray Train on a cluster."""
     address: str | None = None
     """With ray: the cluster's (host:port, or auto); without one RAY_ADDRESS, or a Ray started here for the run."""
     cpus_per_rank: Positive = 1.0
@@ -224,24 +234,24 @@ class Parallel(Section):
     gpus_per_rank: NotNegative = 0.0
     """With ray: GPUs that a rank takes; 1 where there are any."""
     placement: Literal["pack", "spread"] = "pack"
-    """With ray: ranks on as few nodes as hold them, or on as many as there are."""
+    """With ray: ranks on as few nodes as possible, or on as many as possible."""
     start_timeout: Positive = 300.0
     """With ray: seconds to wait until the cluster has room for all ranks, and for a store that starts."""
     shard: Literal["none", "fsdp2"] = "none"
     """Whole replicas, or weights sharded over the ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA if available."""
     max_restarts: Whole = 0
-    """How often to start all ranks again, from the last checkpoint, when one of them has died."""
+    """How many times to restart all ranks from the last checkpoint after one of them has died."""
     threads: Count | None = None
-    """CPU threads of a rank; if not given the cores over the ranks, with ray the rank's CPUs."""
+    """CPU threads of a rank; if not set, the cores divided by the ranks, with ray the rank's CPUs."""
 
 
 class Evaluation(Section):
-    """Greedy sessions beside training."""
+    """Evaluation with greedy sessions during training."""
 
     every: Whole = 0
-    """Evaluate every so many rounds, and at the end; 0 is never."""
+    """Rounds between evaluations, with one at the end; 0 disables evaluation."""
     prompts: Count = 64
     """Tasks of an evaluation, one session each."""
 
@@ -250,30 +260,44 @@ class StoreSection(Section):
     """Where the rows of a round are kept."""
 
     backend: Literal["auto", "sqlite", "memory", "transfer_queue"] = "auto"
-    """sqlite: a file in the run folder; memory: one rank only; transfer_queue: with ray; auto: as the launcher asks."""
+    """sqlite: a file in the run folder; memory: one rank only; transfer_queue: with ray; auto: by launcher."""
     keep_rounds: Whole = 1
-    """Rounds whose rows stay in the store for inspection."""
+    """Rounds whose rows stay in the store for inspection, besides those that a resume from a kept checkpoint needs."""
     storage_units: Count = 2
     """With transfer_queue: its processes that hold rows, spread over the nodes; each takes a CPU as Ray counts them."""
     timeout: Positive = 60.0
-    """With transfer_queue: seconds that one call may take; what is dead is found in a few, whatever this says."""
+    """With transfer_queue: seconds that one call may take; dead processes are detected within a few seconds."""
 
 
 class Checkpoint(Section):
-    """What a run goes on from after a crash, or after Ctrl-C."""
+    """Checkpoints, from which a run resumes after a crash or Ctrl-C."""
 
     every: Count = 10
-    """Rounds between checkpoints; there is one at the end, too."""
+    """Rounds between checkpoints; the end of the run has one too."""
     keep: Count = 2
-    """How many to keep."""
+    """Number of checkpoints to keep."""
 
 
 class Logging(Section):
-    """What is written down beside the metrics."""
+    """What is recorded in addition to the metrics."""
 
     sample_every: Whole = 0
-    """Write a few whole trajectories every so many rounds (and in the first and last); 0 is a tenth of the run."""
+    """Rounds between records of whole trajectories, with the first and last round; 0 is a tenth of the run."""
     sample_sessions: Whole = 3
-    """Sessions of such a round that are written."""
-    tensorboard: bool = True
-    """Write TensorBoard files."""
+    """Sessions that are recorded in such a round."""
+    no_gradient_rounds: Count = 10
+    """Warn after this many consecutive rounds without a gradient; a new policy may score nothing at first."""
+    trackers: list[str] = ["tensorboard"]
+    """Where metrics are sent besides the events: tensorboard, wandb, mlflow or `module:attribute`."""
+    tracker_options: dict[str, dict[str, object]] = {}
+    """Options by tracker, such as `[logging.tracker_options.wandb]` with `project = "digits"`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_key(cls, values: object) -> object:
+        if isinstance(values, Mapping) and "tensorboard" in values:
+            raise ValueError(
+                "tensorboard was replaced by trackers: write trackers = [] for tensorboard = false, and "
+                'trackers = ["tensorboard"], the default, for true'
+            )
+        return values

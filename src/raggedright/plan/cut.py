@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raggedright.arrays import Floats, Ints, offsets
+from raggedright.plan.cells import bins_per_cell, cell_of_row
 from raggedright.plan.kin import Kin
 from raggedright.plan.layout import Layout
-from raggedright.plan.micro_batches import micro_batch_costs, pack, spread
+from raggedright.plan.micro_batches import micro_batch_costs, pack, pack_cells, spread, spread_cells
 from raggedright.plan.packing import count_bins
 
 
@@ -65,7 +66,9 @@ class Step:
 
     def weighed(self, weights: Floats) -> "Step":
         """This step with the weights of its rows; positions past the end (padding) weigh zero."""
-        weight = np.append(weights, 0.0)[np.minimum(self.row, len(weights))]
+        is_row = self.row < len(weights)
+        weight = np.zeros(len(self.row))
+        weight[is_row] = weights[self.row[is_row]]
         return replace(self, weight=weight, skipped=not weight.any())
 
 
@@ -110,40 +113,67 @@ def cut_by_rank(
     A rank with fewer rows than that gets padding rows numbered from `first_padding`, or, where the row count is
     not ours to change (None), micro-batches without a row.
     """
-    multiple = layout.micro_batch_multiple
-    packings = [pack(lengths[row], layout, multiple=multiple) for row in rows_of_rank]
-    num_slots = multiple * -(-max(map(count_bins, packings)) // multiple)
-    rows, bins = [], []
-    for dp_rank, (row, packed) in enumerate(zip(rows_of_rank, packings, strict=True)):
-        length, kin_of_rank = lengths[row], kin and kin.take(row)
-        slots = spread(length, packed, num_bins=num_slots, width=num_slots, layout=layout, kin=kin_of_rank)
-        by_cost = np.argsort(-micro_batch_costs(slots, length, num_slots, layout, kin_of_rank), kind="stable")
-        slot_of_bin = np.empty(num_slots, dtype=np.int64)
-        slot_of_bin[by_cost] = np.arange(num_slots)
-        rows.append(row)
-        bins.append(dp_rank * num_slots + slot_of_bin[slots])
-        num_padding = 0 if first_padding is None else max(0, num_slots - len(row))
-        if first_padding is not None and num_padding:
-            rows.append(first_padding + np.arange(num_padding))
-            bins.append(dp_rank * num_slots + num_slots - num_padding + np.arange(num_padding))
-            first_padding += num_padding
-    return _step(np.concatenate(rows), np.concatenate(bins), num_slots, layout.dp_size, epoch)
+    row, counts = np.concatenate(rows_of_rank), np.array([[len(row) for row in rows_of_rank]])
+    (step,) = cut_cells(row, counts, lengths, layout, epoch=epoch, kin=kin)
+    return step if first_padding is None else _fill_with_padding(step, first_padding)
 
 
-def deal_to_ranks(row: Ints, costs: Ints, dp_size: int, *, first_rank: int) -> list[Ints]:
-    """Rows (in descending cost) to ranks, one each in turn, the dearest to the rank with the least so far.
+def cut_cells(
+    row: Ints, counts: Ints, lengths: Ints, layout: Layout, *, epoch: int, kin: Kin | None = None
+) -> list[Step]:
+    """Steps whose rows are on their ranks: `counts` [steps, ranks] of them (in descending length) in each cell."""
+    multiple, dp_size = layout.micro_batch_multiple, layout.dp_size
+    in_cell, length, kin_of_row = counts.ravel(), lengths[row], kin and kin.take(row)
+    packed = pack_cells(length, in_cell, layout, multiple=multiple)
+    num_slots = multiple * -(-bins_per_cell(packed, in_cell).reshape(counts.shape).max(axis=1) // multiple)
+    num_bins = np.repeat(num_slots, dp_size)
+    bins = spread_cells(length, packed, in_cell, num_bins=num_bins, layout=layout, kin=kin_of_row)
+    first_bin = offsets(num_bins)
+    bins += np.repeat(first_bin[:-1], in_cell)
+    costs = micro_batch_costs(bins, length, int(first_bin[-1]), layout, kin_of_row)
+    number = np.empty(len(costs), dtype=np.int64)
+    number[np.lexsort((-costs, cell_of_row(num_bins)))] = np.arange(len(costs))  # the dearest of each cell first
+    bins = number[bins]
+    row = row[np.argsort(bins, kind="stable")]
+    bounds = offsets(np.bincount(bins, minlength=len(costs)))
+    ends = first_bin[::dp_size].tolist()
+    return [
+        Step(
+            epoch, dp_size, slots, row[bounds[start] : bounds[end]], np.zeros(bounds[end] - bounds[start]),
+            bounds[start : end + 1] - bounds[start],
+        )
+        for slots, start, end in zip(num_slots.tolist(), ends[:-1], ends[1:], strict=True)
+    ]  # fmt: skip
 
-    Counts differ by one at most; the ranks from `first_rank` on are the ones with a row more.
+
+def _fill_with_padding(step: Step, first_padding: int) -> Step:
+    """The step with a padding row in each micro-batch that has no row; these are the last of their rank."""
+    empty = np.flatnonzero(np.diff(step.bounds) == 0)
+    bins = np.append(step.micro_batch_index, empty)
+    row = np.append(step.row, first_padding + np.arange(len(empty)))
+    return _step(row, bins, step.num_slots, step.dp_size, step.epoch)
+
+
+def deal_to_ranks(row: Ints, costs: Ints, dp_size: int) -> tuple[Ints, Ints]:
+    """Rows of each step [steps, rows] (in descending cost) to ranks, one each in turn, the dearest to the rank with
+    the least so far: all rows, rank after rank in each step, and how many each rank has [steps, ranks].
+
+    Counts differ by one at most; the ranks with a row more are those that follow on from the step before.
     """
-    load = np.zeros(dp_size, dtype=np.int64)
-    rank = np.empty(len(row), dtype=np.int64)
-    for start in range(0, len(row), dp_size):
-        cost = costs[start : start + dp_size]
-        ranks = np.arange(dp_size) if len(cost) == dp_size else (first_rank + np.arange(len(cost))) % dp_size
-        ranks = ranks[np.argsort(load[ranks], kind="stable")]
-        rank[start : start + dp_size] = ranks
-        load[ranks] += cost
-    return [row[rank == r] for r in range(dp_size)]
+    num_steps, per_step = row.shape
+    load = np.zeros((num_steps, dp_size), dtype=np.int64)
+    rank = np.empty((num_steps, per_step), dtype=np.int64)
+    for start in range(0, per_step, dp_size):
+        cost = costs[:, start : start + dp_size]
+        first = 0 if cost.shape[1] == dp_size else np.arange(num_steps)[:, None] * per_step
+        ranks = (first + np.broadcast_to(np.arange(cost.shape[1]), cost.shape)) % dp_size
+        lightest = np.argsort(np.take_along_axis(load, ranks, axis=1), axis=1, kind="stable")
+        ranks = np.take_along_axis(ranks, lightest, axis=1)
+        rank[:, start : start + dp_size] = ranks
+        np.put_along_axis(load, ranks, np.take_along_axis(load, ranks, axis=1) + cost, axis=1)
+    cell = rank + np.arange(num_steps)[:, None] * dp_size
+    counts = np.bincount(cell.ravel(), minlength=num_steps * dp_size).reshape(num_steps, dp_size)
+    return row.ravel()[np.argsort(cell.ravel(), kind="stable")], counts
 
 
 def join_steps(steps: Sequence[Step]) -> Step:

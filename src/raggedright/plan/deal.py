@@ -26,6 +26,7 @@ def lcm_multiple(layout: Layout) -> int:
         parts.append(layout.mini_batch_size * layout.rollout_n)
     if layout.critic_mini_batch_size is not None:
         parts.append(layout.critic_mini_batch_size * layout.rollout_n)
+        parts.append(layout.critic_dp_size or layout.dp_size)
     return int(np.lcm.reduce(np.array(parts, dtype=object)))
 
 

@@ -12,7 +12,8 @@ smaller rows from a little further on, which tears more prompts, but takes few r
 """
 
 from bisect import bisect_right
-from itertools import chain
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +42,11 @@ class Kin(NamedTuple):
 
     def take(self, row: Ints) -> "Kin":
         """The kin of the rows at these positions; those past the end are padding."""
-        row = np.minimum(row, len(self.number) - 1)
-        return Kin(self.number[row], self.shared[row])
+        return self.part(np.minimum(row, len(self.number) - 1))
+
+    def part(self, at: Ints | slice) -> "Kin":
+        """Those of some of the rows that these are of."""
+        return Kin(self.number[at], self.shared[at])
 
 
 def costs_in_trees(bins: Ints, costs: Ints, shared: Ints, number: Ints) -> Ints:
@@ -77,31 +81,35 @@ def _cut_line(sizes: Ints, own: Ints, again: Ints, num_bins: int, capacity: int)
 
     A row costs its own part, and where it begins a run `again` what it shares with kin before it.
     """
-    num_rows = len(sizes)
-    size_to = offsets(sizes).tolist()
+    num_rows, size_to = len(sizes), offsets(sizes)
+    last = np.searchsorted(size_to, size_to[:-1] + capacity, side="right").tolist()
     cost_to = offsets(own).tolist()
-    cost_again = again.tolist()
+    begin = (offsets(own)[:-1] - again).tolist()
 
     def starts_under(bound: int) -> list[int]:
         starts, at = [], 0
         while at < num_rows and len(starts) <= num_bins:
             starts.append(at)
-            by_size = bisect_right(size_to, size_to[at] + capacity)
-            by_cost = bisect_right(cost_to, cost_to[at] - cost_again[at] + bound)
-            at = max(at + 1, min(by_size, by_cost) - 1)
+            at = max(at + 1, bisect_right(cost_to, begin[at] + bound, at + 1, last[at]) - 1)
         return starts
 
-    low, high = cost_to[-1] // num_bins, cost_to[-1] + max(cost_again)
+    def dearest(starts: list[int]) -> int:
+        return max(cost_to[end] - begin[start] for start, end in pairwise([*starts, num_rows]))
+
+    low, high = cost_to[-1] // num_bins, cost_to[-1] + int(again.max())
     starts = starts_under(high)
     if len(starts) > num_bins:
         return None
+    enough = dearest(starts)  # any bound from here to `high` makes the same runs
     while high - low > high // LEVEL_ENOUGH + 1:
         middle = (low + high) // 2
-        found = starts_under(middle)
-        if len(found) <= num_bins:
-            starts, high = found, middle
-        else:
+        found = starts if middle >= enough else starts_under(middle)
+        if len(found) > num_bins:
             low = middle
+            continue
+        if found is not starts:
+            starts, enough = found, dearest(found)
+        high = middle
     return np.repeat(np.arange(len(starts)), np.diff([*starts, num_rows]))
 
 
@@ -120,18 +128,32 @@ def _fill_along(sizes: Ints, num_bins: int, capacity: int) -> Ints | None:
 
 def _take_next(sizes: list[int], num_bins: int, capacity: int) -> Ints:
     """Each bin takes the first rows left and, of those behind them, what fits its room; `num_bins`: no room at all."""
-    bins = np.full(len(sizes), num_bins)
-    left, waiting = iter(range(len(sizes))), []
-    for b in range(num_bins):
-        room, taken, passed = capacity, [], []
-        for i in chain(waiting, left):
-            if sizes[i] <= room:
-                room -= sizes[i]
-                taken.append(i)
+    num_rows = len(sizes)
+    left: Iterator[int] = (size * num_rows + i for i, size in enumerate(sizes))  # one integer to compare
+    waiting: list[int] = []
+    order: list[int] = []
+    held: list[int] = []
+    for _ in range(num_bins):
+        limit = (capacity + 1) * num_rows  # of what fits the room
+        taken, passed = [], []
+        for row in waiting:
+            if row < limit:
+                limit -= row - row % num_rows
+                taken.append(row)
             else:
-                passed.append(i)
-                if len(passed) > LOOK_AHEAD:
-                    break
-        bins[taken] = b
+                passed.append(row)
+        if len(passed) <= LOOK_AHEAD:
+            for row in left:
+                if row < limit:
+                    limit -= row - row % num_rows
+                    taken.append(row)
+                else:
+                    passed.append(row)
+                    if len(passed) > LOOK_AHEAD:
+                        break
+        order += taken
+        held.append(len(taken))
         waiting = passed
+    bins = np.full(num_rows, num_bins)
+    bins[np.array(order, dtype=np.int64) % max(num_rows, 1)] = np.repeat(np.arange(num_bins), held)
     return bins

@@ -16,6 +16,16 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from raggedright.arrays import Ints, sum_by
+from raggedright.plan.cells import (
+    bins_per_cell,
+    cell_of_row,
+    dearest_first_cells,
+    first_fit_cells,
+    longest_first_cells,
+    rows_of_cells,
+    sort_cells,
+    split_cells,
+)
 from raggedright.plan.packing import count_bins, first_fit_decreasing
 
 # With more slots than this, neighbours in a sorted list of bins cost the same to a fraction of a percent.
@@ -37,39 +47,39 @@ def level(sizes: Ints, costs: Ints, packing: Ints, *, num_bins: int, width: int,
     return _level_slots(bins, sizes, costs, num_bins, width, capacity)
 
 
-def split_bins(bins: Ints, costs: Ints, num_bins: int) -> Ints:
-    """Halve the dearest bins that hold two rows or more until there are `num_bins` of them."""
-    bins = bins.copy()
-    have = count_bins(bins)
-    while have < num_bins:
-        held = np.bincount(bins, minlength=have)
-        dearest = np.argsort(-sum_by(bins, costs, have), kind="stable")
-        halved = dearest[held[dearest] >= 2][: num_bins - have]
-        if len(halved) == 0:
-            break  # one row a bin: fewer rows than bins
-        new_number = np.full(have, -1, dtype=np.int64)
-        new_number[halved] = have + np.arange(len(halved))
-        place = _place_in_bin(bins, held)
-        moves = (new_number[bins] >= 0) & (place >= (held[bins] + 1) // 2)
-        bins[moves] = new_number[bins[moves]]
-        have += len(halved)
+def level_cells(sizes: Ints, costs: Ints, packing: Ints, counts: Ints, num_bins: Ints, capacity: int) -> Ints:
+    """`level` of each cell (see `cells`), all of whose bins form one slot."""
+    cell, most = cell_of_row(counts), int(num_bins.max())
+    bins = longest_first_cells(sizes, counts, num_bins)
+    loads = sum_by(cell * most + bins, sizes, len(counts) * most).reshape(-1, most)
+    over = np.flatnonzero(loads.max(axis=1) > capacity)
+    if len(over):
+        at, held = rows_of_cells(counts, over), counts[over]
+        tighter = _tighten_cells(sizes[at], packing[at], held, num_bins[over], capacity)
+        bins[at] = split_cells(tighter, costs[at], held, num_bins[over])
+    bins = sort_cells(bins, costs, counts, num_bins)
+    bin_costs = sum_by(cell * most + bins, costs, len(counts) * most).reshape(-1, most)
+    slot_cost, mean = bin_costs.max(axis=1), bin_costs.sum(axis=1) // num_bins
+    uneven = np.flatnonzero(slot_cost - mean > mean // LEVEL_ENOUGH)
+    if len(uneven):
+        at, held = rows_of_cells(counts, uneven), counts[uneven]
+        dealt = dearest_first_cells(sizes[at], costs[at], held, num_bins[uneven], capacity)
+        new = cell_of_row(held)
+        room = np.bincount(new, dealt < 0, len(uneven)) == 0
+        new_costs = sum_by(new * most + np.maximum(dealt, 0), costs[at], len(uneven) * most).reshape(-1, most)
+        better = room & (new_costs.max(axis=1) < slot_cost[uneven])
+        bins[at[better[new]]] = dealt[better[new]]
     return bins
 
 
+def split_bins(bins: Ints, costs: Ints, num_bins: int) -> Ints:
+    """Halve the dearest bins that hold two rows or more until there are `num_bins` of them."""
+    return split_cells(bins, costs, np.array([len(bins)]), np.array([num_bins]))
+
+
 def sort_into_slots(bins: Ints, costs: Ints, num_bins: int) -> Ints:
-    """Number the bins anew by descending cost, so that neighbours share a slot."""
-    dearest = np.argsort(-sum_by(bins, costs, num_bins), kind="stable")
-    number = np.empty(num_bins, dtype=np.int64)
-    number[dearest] = np.arange(num_bins)
-    return number[bins]
-
-
-def _place_in_bin(bins: Ints, held: Ints) -> Ints:
-    """How many rows of its bin come before each row."""
-    order = np.argsort(bins, kind="stable")
-    place = np.empty(len(bins), dtype=np.int64)
-    place[order] = np.arange(len(bins)) - np.repeat(np.cumsum(held) - held, held)
-    return place
+    """Number the bins again by descending cost, so that neighbours share a slot."""
+    return sort_cells(bins, costs, np.array([len(bins)]), np.array([num_bins]))
 
 
 def _level_sizes(sizes: Ints, costs: Ints, packing: Ints, num_bins: int, width: int, capacity: int) -> Ints:
@@ -167,6 +177,24 @@ def _tighten(sizes: Ints, packing: Ints, num_bins: int, capacity: int) -> Ints:
     return packing
 
 
+def _tighten_cells(sizes: Ints, packing: Ints, counts: Ints, num_bins: Ints, capacity: int) -> Ints:
+    """`_tighten` of each cell."""
+    packing, longest = packing.copy(), sizes[np.cumsum(counts) - counts]
+    low = -(-sum_by(cell_of_row(counts), sizes, len(counts)) // num_bins)
+    high, tries = np.full(len(counts), capacity), np.arange(len(counts))
+    for _ in range(TIGHTENINGS):
+        tries = tries[(low + high)[tries] // 2 >= longest[tries]]
+        if len(tries) == 0:
+            break
+        at, middle = rows_of_cells(counts, tries), (low + high)[tries] // 2
+        tighter = first_fit_cells(sizes[at], counts[tries], middle)
+        fits = bins_per_cell(tighter, counts[tries]) <= num_bins[tries]
+        kept = np.repeat(fits, counts[tries])
+        packing[at[kept]] = tighter[kept]
+        high[tries[fits]], low[tries[~fits]] = middle[fits], middle[~fits]
+    return packing
+
+
 def _level_slots(bins: Ints, sizes: Ints, costs: Ints, num_bins: int, width: int, capacity: int) -> Ints:
     """Within each slot, deal the rows anew by cost where that makes the slot cheaper."""
     slot = bins // width
@@ -187,20 +215,20 @@ def _level_slots(bins: Ints, sizes: Ints, costs: Ints, num_bins: int, width: int
 
 def _dearest_first(sizes: Ints, costs: Ints, num_bins: int, capacity: int) -> Ints | None:
     """Each row to the cheapest bin with room for it; None where a row finds no room."""
-    ready = [(0, b) for b in range(num_bins)]  # heap by cost so far
-    waiting: list[tuple[int, int, int]] = []  # heap by room: too full for the current size
+    ready = list(range(num_bins))  # heap; cost so far * num_bins + bin: one integer to compare
+    waiting: list[tuple[int, int]] = []  # heap by room: too full for the current size
     room = [capacity] * num_bins
     bins = []
     for size, cost in zip(sizes.tolist(), costs.tolist(), strict=True):
         while waiting and -waiting[0][0] >= size:
-            heappush(ready, heappop(waiting)[1:])
-        while ready and room[ready[0][1]] < size:
-            so_far, b = heappop(ready)
-            heappush(waiting, (-room[b], so_far, b))
+            heappush(ready, heappop(waiting)[1])
+        while ready and room[ready[0] % num_bins] < size:
+            full = heappop(ready)
+            heappush(waiting, (-room[full % num_bins], full))
         if not ready:
             return None
-        so_far, b = ready[0]
-        heapreplace(ready, (so_far + cost, b))
+        b = ready[0] % num_bins
+        heapreplace(ready, ready[0] + cost * num_bins)
         room[b] -= size
         bins.append(b)
     return np.array(bins, dtype=np.int64)

@@ -14,7 +14,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from raggedright.arrays import Ints
+from raggedright.arrays import Ints, sum_by
+from raggedright.plan.cells import bins_per_cell, cell_of_row
 
 # The search for a tighter packing than first-fit-decreasing's is for small steps, where one micro-batch in a few is
 # worth it, and looks at no more rows than this in all: a few milliseconds.
@@ -24,15 +25,29 @@ SEARCH_MAX_LOOKS = 30_000
 
 def pack(sizes: Ints, capacity: int, *, multiple: int) -> Ints:
     """Bin of each row, by first-fit-decreasing, improved where a tighter packing would save a whole `multiple`."""
-    fewest = -(-int(sizes.sum()) // capacity)
-    if fewest <= 1:
+    if int(sizes.sum()) <= capacity:
         return np.zeros(len(sizes), dtype=np.int64)
-    bins = first_fit_decreasing(sizes, capacity)
-    num_bins = count_bins(bins)
+    return improve(first_fit_decreasing(sizes, capacity), sizes, capacity, multiple=multiple)
+
+
+def improve(bins: Ints, sizes: Ints, capacity: int, *, multiple: int) -> Ints:
+    """A tighter packing of a small step where it would save a whole `multiple`, else the given one."""
+    num_bins, fewest = count_bins(bins), -(-int(sizes.sum()) // capacity)
     if len(sizes) <= SEARCH_MAX_ROWS and -(-num_bins // multiple) > -(-fewest // multiple):
         tighter = fullest_bin_first(sizes, capacity)
         if tighter is not None and count_bins(tighter) < num_bins:
             return tighter
+    return bins
+
+
+def improve_cells(bins: Ints, sizes: Ints, counts: Ints, capacity: int, *, multiple: int) -> Ints:
+    """`improve` of each cell (see `cells`)."""
+    num_bins = bins_per_cell(bins, counts)
+    fewest = -(-sum_by(cell_of_row(counts), sizes, len(counts)) // capacity)
+    ends = np.cumsum(counts)
+    for c in np.flatnonzero((counts <= SEARCH_MAX_ROWS) & (-(-num_bins // multiple) > -(-fewest // multiple))).tolist():
+        part = slice(ends[c] - counts[c], ends[c])
+        bins[part] = improve(bins[part], sizes[part], capacity, multiple=multiple)
     return bins
 
 

@@ -14,7 +14,7 @@ holds only as many as the neediest pass.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -23,8 +23,9 @@ import numpy as np
 
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
-from raggedright.plan.cut import Step, costs_of, cut_by_rank, cut_freely, deal_to_ranks, join_steps
+from raggedright.plan.cut import Step, costs_of, cut_by_rank, cut_cells, cut_freely, deal_to_ranks, join_steps
 from raggedright.plan.deal import deal_prompts, deal_rows, lcm_multiple, num_steps
+from raggedright.plan.equal_rows import equal_rows_steps, join_ranks
 from raggedright.plan.kin import Kin
 from raggedright.plan.layout import Layout
 from raggedright.plan.micro_batches import row_costs
@@ -33,9 +34,12 @@ from raggedright.records import FIELDS
 from raggedright.rows import Rows
 
 Role = Literal["actor", "critic", "forward"]
+Roles = dict[Role, tuple[Step, ...]]
 
 # The part of a forward pass's time that more micro-batches than it needs must save.
 WORTH_MORE_SLOTS = 16
+# As many padding rows as this are no matter, even where there are fewer real ones.
+FEW_PADDING_ROWS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +82,11 @@ class Plan:
         """The rows and then the padding rows, so that every position in the plan is a row of it."""
         return self.rows.with_padding(self.num_padding_rows, self.layout.min_row_tokens)
 
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about a plan that is exact but probably not what the user intended, each with its remedy."""
+        return (*_more_than_configured(self), *_much_padding(self))
+
     def digest(self) -> str:
         """A hash of the whole plan, the same for every order of the rows; ranks compare it before they train."""
         h = hashlib.sha256(repr(self.layout).encode())
@@ -103,16 +112,80 @@ def make_plan(rows: Rows, layout: Layout) -> Plan:
     planned = np.setdiff1d(real, dropped, assume_unique=True)
     planned = planned[np.lexsort((rows.order[planned], -lengths[planned]))]
     _check_cost(lengths[planned], layout)
-    kin = _kin(rows, layout)
     multiple = lcm_multiple(layout) if layout.align == "lcm" else None
+    roles = (_equal_rows if layout.cut == "equal-rows" else _micro_batches)(rows, planned, lengths, layout, multiple)
+    return Plan(rows, layout, roles, dropped, multiple)
+
+
+def _micro_batches(rows: Rows, planned: Ints, lengths: Ints, layout: Layout, multiple: int | None) -> Roles:
+    """The steps of each role, cut into micro-batches on the same ranks."""
+    kin = _kin(rows, layout)
     roles: dict[Role, tuple[Step, ...]] = {}
     if layout.actor_trains:
         roles["actor"] = _training_steps(rows, planned, lengths, kin, layout, layout.mini_batch_size, multiple)
-    if layout.critic_mini_batch_size is not None:
+    if layout.actor_trains and layout.critic_mini_batch_size == layout.mini_batch_size:
+        roles["critic"] = roles["actor"]
+    elif layout.critic_mini_batch_size is not None:
         roles["critic"] = _training_steps(rows, planned, lengths, kin, layout, layout.critic_mini_batch_size, multiple)
     first_epoch = [step for step in next(iter(roles.values())) if step.epoch == 0]
     roles["forward"] = (_forward_pass(first_epoch, rows, kin, layout),)
-    return Plan(rows, layout, roles, dropped, multiple)
+    return roles
+
+
+def _equal_rows(rows: Rows, planned: Ints, lengths: Ints, layout: Layout, multiple: int | None) -> Roles:
+    """The steps of each role, with equal numbers of rows on the ranks of that role."""
+    del lengths
+    actor = equal_rows_steps(rows, planned, layout, layout.actor, multiple=multiple, trains=layout.actor_trains)
+    roles: dict[Role, tuple[Step, ...]] = {"actor": tuple(actor)} if layout.actor_trains else {}
+    if layout.critic is not None:
+        roles["critic"] = tuple(equal_rows_steps(rows, planned, layout, layout.critic, multiple=multiple))
+    roles["forward"] = (join_ranks([step for step in actor if step.epoch == 0]),)
+    return roles
+
+
+def _more_than_configured(plan: Plan) -> Iterator[str]:
+    """Prompts beyond batch_size where it fixes the number of steps, and sessions beyond rollout_n."""
+    rows, layout = plan.rows, plan.layout
+    real = ~rows.is_padding
+    prompt_of_session = np.full(int(rows.session_index.max(initial=-1)) + 1, -1)
+    prompt_of_session[rows.session_index[real]] = rows.prompt_index[real]
+    sessions = np.bincount(prompt_of_session[prompt_of_session >= 0])
+    num_prompts, most = int(np.count_nonzero(sessions)), int(sessions.max(initial=0))
+    if num_prompts > layout.batch_size and layout.align == "steps":
+        yield (
+            f"the batch has {num_prompts:,} prompts and batch_size is {layout.batch_size:,}, which alone fixes the "
+            f"number of optimizer steps, so steps hold more prompts than configured; set batch_size to {num_prompts:,}"
+        )
+    if most > layout.rollout_n:
+        yield (
+            f"the batch has a prompt of {most:,} sessions and rollout_n is {layout.rollout_n:,}; "
+            f"set rollout_n to {most:,}"
+        )
+
+
+def _much_padding(plan: Plan) -> Iterator[str]:
+    num_rows = int((~plan.rows.is_padding).sum()) - len(plan.dropped)
+    if num_rows > 0 and plan.num_padding_rows > max(num_rows, FEW_PADDING_ROWS):
+        yield _padding_sentence(plan, num_rows)
+
+
+def _padding_sentence(plan: Plan, num_rows: int) -> str:
+    layout, steps = plan.layout, len(plan.steps(plan.trained_roles[0]))
+    start = f"the plan has {plan.num_padding_rows:,} padding rows for {num_rows:,} rows"
+    if plan.multiple is None:
+        least = layout.dp_size * layout.micro_batch_multiple
+        return (
+            f"{start}: each of {steps:,} steps takes at least {least:,} rows (dp_size {layout.dp_size:,} x "
+            f"micro_batch_multiple {layout.micro_batch_multiple:,}); lower one of these, or raise mini_batch_size"
+        )
+    sizes = {"mini_batch_size": layout.mini_batch_size if layout.actor_trains else None}
+    sizes["critic_mini_batch_size"] = layout.critic_mini_batch_size
+    parts = ", ".join(f"{name} {size:,} x rollout_n {layout.rollout_n:,}" for name, size in sizes.items() if size)
+    return (
+        f"{start} and {steps:,} optimizer steps: align = 'lcm' pads to a multiple of {plan.multiple:,}, the least "
+        f"common multiple of dp_size {layout.dp_size:,}, {parts}; set align = 'steps', or choose sizes that share "
+        "factors"
+    )
 
 
 def _lengths(rows: Rows, layout: Layout, num_padding: int) -> Ints:
@@ -194,18 +267,18 @@ def _cut_to_steps(
 def _cut_to_lcm(
     rows: Rows, rows_of_step: list[Ints], rows_per_step: int, kin: Kin | None, layout: Layout, epoch: int
 ) -> list[Step]:
-    """Equal row counts a step, equal over ranks within a step to one row and over the batch exactly."""
+    """Equal row counts per step, equal over ranks within a step to one row and over the batch exactly."""
+    if not rows_of_step:
+        return []
     num_padding = rows_per_step * len(rows_of_step) - sum(map(len, rows_of_step))
     lengths = _lengths(rows, layout, num_padding)
-    steps, first_padding = [], len(rows)
-    for number, row in enumerate(rows_of_step):
-        missing = rows_per_step - len(row)
-        row = np.append(row, first_padding + np.arange(missing))
-        first_padding += missing
-        costs = row_costs(lengths[row], layout)
-        ranks = deal_to_ranks(row, costs, layout.dp_size, first_rank=number * rows_per_step % layout.dp_size)
-        steps.append(cut_by_rank(ranks, lengths, layout, epoch=epoch, first_padding=None, kin=kin))
-    return steps
+    held = np.array([len(row) for row in rows_of_step])
+    row = np.empty((len(held), rows_per_step), dtype=np.int64)
+    is_row = np.arange(rows_per_step) < held[:, None]
+    row[is_row] = np.concatenate(rows_of_step)
+    row[~is_row] = len(rows) + np.arange(num_padding)
+    on_ranks, counts = deal_to_ranks(row, row_costs(lengths[row], layout), layout.dp_size)
+    return cut_cells(on_ranks, counts, lengths, layout, epoch=epoch, kin=kin)
 
 
 def _forward_pass(steps: list[Step], rows: Rows, kin: Kin | None, layout: Layout) -> Step:

@@ -38,11 +38,23 @@ class WhatIf:
     imbalance: Imbalance
 
 
-def compare_rules(rows: Rows, layout: Layout) -> list[WhatIf]:
-    """Each rule's outcome; ours first."""
+def compare_rules(
+    rows: Rows, layout: Layout, *, plan: Plan | None = None, report: Callable[[str, int, int], None] | None = None
+) -> list[WhatIf]:
+    """Each rule's outcome; ours first.
+
+    A `plan` of these rows that exists already is used where it is one of ours. `report` is told the rule that is worked
+    on, and how many of how many mini-batches are done.
+    """
+    report = report or (lambda rule, done, total: None)
     layout = replace(layout, epochs=1)
-    ours = [make_plan(rows, replace(layout, align=align)) for align in ("steps", "lcm")]
-    return [*map(_ours, ours), *(_theirs(rule, ours[1]) for rule in RULES)]
+    ours = []
+    for align in ("steps", "lcm"):
+        report(f"align {align}", 0, 1)
+        wanted = replace(layout, align=align)
+        ours.append(plan if plan is not None and plan.layout == wanted else make_plan(rows, wanted))
+    cuts: dict[bytes, Step] = {}  # of mini-batches that several rules have in common
+    return [*map(_ours, ours), *(_theirs(rule, ours[1], cuts, report) for rule in RULES)]
 
 
 def _drop_remainder(row: Ints, multiple: int, _first_padding: int) -> Ints:
@@ -69,23 +81,29 @@ def _ours(plan: Plan) -> WhatIf:
     return _outcome(f"align {plan.layout.align}", plan.steps(plan.trained_roles[0]), plan)
 
 
-def _theirs(rule: str, lcm_plan: Plan) -> WhatIf:
+def _theirs(rule: str, lcm_plan: Plan, cuts: dict[bytes, Step], report: Callable[[str, int, int], None]) -> WhatIf:
     """What a rule does with the rows that our lcm plan has; it gets the same multiple and mini-batches."""
     layout = lcm_plan.layout
     mini_batch_size = layout.mini_batch_size if layout.actor_trains else layout.critic_mini_batch_size
     assert mini_batch_size is not None
     aligned = RULES[rule](_planned(lcm_plan), lcm_multiple(layout), len(lcm_plan.rows))
     rows_per_step = mini_batch_size * layout.rollout_n
-    steps = [
-        _cut_in_order(aligned[start : start + rows_per_step], lcm_plan)
-        for start in range(0, len(aligned), rows_per_step)
-    ]
+    steps = []
+    for start in range(0, len(aligned), rows_per_step):
+        report(rule, start, len(aligned))
+        row = aligned[start : start + rows_per_step]
+        key = row.tobytes()
+        if key not in cuts:
+            cuts[key] = _cut_in_order(row, lcm_plan)
+        steps.append(cuts[key])
     return _outcome(rule, steps, lcm_plan)
 
 
 def _planned(plan: Plan) -> Ints:
     """The rows that are to be trained."""
-    return np.setdiff1d(np.flatnonzero(~plan.rows.is_padding), plan.dropped)
+    planned = ~plan.rows.is_padding
+    planned[plan.dropped] = False
+    return np.flatnonzero(planned)
 
 
 def _cut_in_order(row: Ints, plan: Plan) -> Step:

@@ -1,1 +1,1 @@
-"""What people look at: a plan as a table and as a picture, a run as a page."""
+"""Reports for people: a plan as a table, JSON and a picture; the events of a run, and its page."""

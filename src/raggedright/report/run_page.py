@@ -1,13 +1,11 @@
 """report.html: one page about a run, made from its events.jsonl alone.
 
-The page asks for nothing: style and pictures are inside it, there is no script, and its content security policy forbids
-both. Whatever comes from outside is made visible here and escaped by the template. It stays small for any run: charts
-are cut to pixels, lists and texts have an end and say what they leave out.
+The page loads nothing: style and pictures are inline, there is no script, and its content security policy forbids
+other sources. Text from outside is made visible here and escaped by the template. The page stays small for any run:
+charts have limited resolution, and lists and texts are cut with a note about what is left out.
 """
 
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from itertools import islice
 from math import ceil, lcm
 from pathlib import Path
@@ -17,26 +15,33 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from raggedright.errors import RaggedRightError
+from raggedright.files import write_file
 from raggedright.plan.layout import Layout
 from raggedright.plan.plan import make_plan
-from raggedright.report import axes, svg_page
-from raggedright.report.event_fields import EventsError
-from raggedright.report.events import read_events
+from raggedright.report import plan_svg
+from raggedright.report.events import EVENTS_FILE, EventsError, Failure, RowsEvent, RunEvents, read_events
+from raggedright.report.plan_svg import draw_plan
 from raggedright.report.run_charts import loss_panels, row_panels, score_panel, time_panel
-from raggedright.report.run_events import RoundRows, RunEvents
-from raggedright.report.run_numbers import headline, ledger_lines, name_of, parts_total, row_outcomes, session_outcomes
+from raggedright.report.run_numbers import (
+    headline,
+    ledger_lines,
+    name_of,
+    parts_total,
+    row_outcomes,
+    session_outcomes,
+    shown_warnings,
+)
 from raggedright.report.run_samples import SHADES, shown_samples
-from raggedright.report.svg import draw_plan
-from raggedright.report.visible import value_text, visible
+from raggedright.report.text import duration, more, number, share, value_text, visible
 
-EVENTS, PAGE = "events.jsonl", "report.html"
-MOST_OUTCOMES, MOST_FAILURES, MOST_SETTINGS = 12, 40, 400
-MOST_CAUSE, MOST_VALUE = 300, 300
-MOST_PLANNED = 2_000_000  # rows and micro-batches of a plan that is drawn
+PAGE = "report.html"
+MAX_OUTCOMES, MAX_CAUSES, MAX_EXAMPLES, MAX_SETTINGS = 12, 40, 3, 400
+MAX_CAUSE, MAX_VALUE = 300, 300
+MAX_PLANNED = 2_000_000  # rows and micro-batches of a plan that is drawn
 
 
 class Grid(NamedTuple):
-    """A round's plan as a picture, or why there is none."""
+    """The plan of a round as a picture, or the reason why there is none."""
 
     round: int
     picture: Markup
@@ -44,22 +49,19 @@ class Grid(NamedTuple):
 
 
 def write_report(run_folder: Path) -> Path:
-    """Make the page of a run folder; where it stands. One that is there stays until the new one is whole."""
+    """Write the page of a run folder and return its path; an existing page is replaced atomically."""
     if not run_folder.is_dir():
-        raise EventsError(f"{run_folder}: no such folder; give the folder of a run, the one with {EVENTS} in it")
-    if not (run_folder / EVENTS).is_file():
+        raise EventsError(f"{run_folder}: no such folder; pass the run folder that contains {EVENTS_FILE}")
+    if not (run_folder / EVENTS_FILE).is_file():
         raise EventsError(
-            f"{run_folder}: there is no {EVENTS} in it, so it is not the folder of a run; give one that is"
+            f"{run_folder}: the folder has no {EVENTS_FILE}, so it is not a run folder; pass the folder of a run"
         )
-    page = render_report(read_events(run_folder / EVENTS))
-    path, new = run_folder / PAGE, run_folder / f".{PAGE}.{os.getpid()}"
+    page = render_report(read_events(run_folder / EVENTS_FILE))
+    path = run_folder / PAGE
     try:
-        new.write_bytes(page.encode(errors="replace"))
-        new.replace(path)
+        write_file(path, page.encode(errors="replace"))
     except OSError as error:
-        with suppress(OSError):
-            new.unlink()
-        raise EventsError(f"{path}: {error.strerror}; the page could not be written") from None
+        raise EventsError(f"{path}: {error.strerror}; the report could not be written") from None
     return path
 
 
@@ -68,10 +70,11 @@ def render_report(events: RunEvents) -> str:
     sessions, rows = session_outcomes(events), row_outcomes(events)
     samples, largest = shown_samples(events.samples)
     parts = parts_total(events)
-    failures = [(each.round, failure) for each in events.rounds for failure in each.failed]
+    causes = _causes(events)
     return _template().render(
         name=name_of(events),
         stats=headline(events),
+        warnings=shown_warnings(events),
         num_rounds=len(events.rounds),
         score=score_panel(events),
         row_panels=row_panels(events),
@@ -79,26 +82,45 @@ def render_report(events: RunEvents) -> str:
         time=time_panel(events),
         parts=_part_lines(parts),
         grids=[_grid(events, each) for each in _ends(events.rows)],
-        session_lines=ledger_lines(sessions, MOST_OUTCOMES),
-        row_lines=ledger_lines(rows, MOST_OUTCOMES),
+        session_lines=ledger_lines(sessions, MAX_OUTCOMES),
+        row_lines=ledger_lines(rows, MAX_OUTCOMES),
         num_sessions=sum(sessions.values()),
         num_rows=sum(rows.values()),
         num_padding=sum(each.padding_rows or 0 for each in events.rounds),
-        num_reused=sum(each.reused_sessions for each in events.rounds),
-        failures=[
-            (number, visible(f.prompt, 40), f.session, visible(f.cause, MOST_CAUSE))
-            for number, f in failures[-MOST_FAILURES:]
-        ],
-        failures_left=max(len(failures) - MOST_FAILURES, 0),
+        num_reused=sum(each.ledger.reused_sessions for each in events.rounds),
+        causes=causes[:MAX_CAUSES],
+        causes_left=max(len(causes) - MAX_CAUSES, 0),
         samples=samples,
-        largest=axes.number(largest),
+        largest=number(largest) if largest else "",
         shades=[*(f"down{i}" for i in range(SHADES, 0, -1)), "flat", *(f"up{i}" for i in range(1, SHADES + 1))],
         settings=_settings(events.start.config if events.start else {}),
-        light=(svg_page.LIGHT, svg_page.LIGHT_PROMPTS),
-        dark=(svg_page.DARK, svg_page.DARK_PROMPTS),
-        plan_style=Markup(svg_page.inline_style()),
-        hatch=Markup(svg_page.HATCH),
+        light=(plan_svg.LIGHT, plan_svg.LIGHT_PROMPTS),
+        dark=(plan_svg.DARK, plan_svg.DARK_PROMPTS),
+        plan_style=Markup(plan_svg.inline_style()),
+        hatch=Markup(plan_svg.HATCH),
     )
+
+
+class Cause(NamedTuple):
+    """A cause of failed sessions, their number, and a few of them."""
+
+    num_sessions: int
+    words: str
+    examples: str
+
+
+def _causes(events: RunEvents) -> list[Cause]:
+    """The causes of failed sessions, the most frequent first."""
+    sessions: dict[str, list[tuple[int, Failure]]] = {}
+    for each in events.rounds:
+        for failed in each.failed:
+            sessions.setdefault(failed.cause, []).append((each.round, failed))
+    causes = []
+    for cause, failures in sessions.items():
+        shown = [f"{visible(f.prompt, 40)}/{f.session} in round {number:,}" for number, f in failures[-MAX_EXAMPLES:]]
+        rest = more(len(failures) - len(shown), "session")
+        causes.append(Cause(len(failures), visible(cause, MAX_CAUSE), ", ".join([*shown, *([rest] if rest else [])])))
+    return sorted(causes, key=lambda cause: -cause.num_sessions)
 
 
 def _template() -> Template:
@@ -112,26 +134,26 @@ def _template() -> Template:
     return environment.get_template("report.html")
 
 
-def _ends(rows: tuple[RoundRows, ...]) -> list[RoundRows]:
+def _ends(rows: tuple[RowsEvent, ...]) -> list[RowsEvent]:
     return [rows[0], rows[-1]] if len(rows) > 1 else list(rows)
 
 
-def _grid(events: RunEvents, rows: RoundRows) -> Grid:
-    """The plan of a round, made again."""
+def _grid(events: RunEvents, rows: RowsEvent) -> Grid:
+    """The plan of a round, computed again from its rows."""
     layout = rows.layout or (events.start.layout if events.start else None)
     if layout is None:
-        return Grid(rows.round, Markup(), "The run's layout is not written down.")
-    if _planned(layout, len(rows.rows)) > MOST_PLANNED:
-        return Grid(rows.round, Markup(), "Its plan is too large to draw.")
+        return Grid(rows.round, Markup(), "The events do not contain the layout of the run.")
+    if _planned(layout, len(rows.rows)) > MAX_PLANNED:
+        return Grid(rows.round, Markup(), "The plan is too large to draw.")
     try:
         plan = make_plan(rows.rows, layout)
     except RaggedRightError as error:
-        return Grid(rows.round, Markup(), visible(str(error), MOST_CAUSE))
+        return Grid(rows.round, Markup(), visible(str(error), MAX_CAUSE))
     return Grid(rows.round, Markup(draw_plan(plan, inline=f"round-{rows.round}")), "")
 
 
 def _planned(layout: Layout, num_rows: int) -> int:
-    """About how many rows and micro-batches a plan would hold: a stranger's layout may ask for any number."""
+    """An estimate of the rows and micro-batches of a plan: a layout in a file from outside may require any number."""
     sizes = [layout.mini_batch_size, layout.critic_mini_batch_size or layout.mini_batch_size]
     lanes = layout.dp_size * layout.micro_batch_multiple
     multiple = lcm(layout.dp_size, *(size * layout.rollout_n for size in sizes)) if layout.align == "lcm" else 0
@@ -143,18 +165,18 @@ def _part_lines(parts: list[tuple[str, float]]) -> list[tuple[str, str, str, flo
     total = sum(seconds for _, seconds in parts)
     longest = max((seconds for _, seconds in parts), default=1.0) or 1.0
     return [
-        (visible(part, 40), axes.duration(seconds), axes.share(seconds, total), 100 * seconds / longest)
-        for part, seconds in parts[: len(svg_page.LIGHT_PROMPTS)]
+        (visible(part, 40), duration(seconds), share(seconds, total), 100 * seconds / longest)
+        for part, seconds in parts[: len(plan_svg.LIGHT_PROMPTS)]
     ]
 
 
 def _settings(config: Mapping[str, object]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The config by section; keys of tables within are joined with dots."""
+    """The config by section; keys of nested tables are joined with dots."""
     sections: dict[str, list[tuple[str, str]]] = {}
-    for path, value in islice(_leaves(config, ()), MOST_SETTINGS):
+    for path, value in islice(_leaves(config, ()), MAX_SETTINGS):
         section = path[0] if len(path) > 1 else ""
         key = ".".join(path[1:] if len(path) > 1 else path)
-        sections.setdefault(visible(section, 60), []).append((visible(key, 80), value_text(value, MOST_VALUE)))
+        sections.setdefault(visible(section, 60), []).append((visible(key, 80), value_text(value, MAX_VALUE)))
     return sorted(sections.items(), key=lambda item: item[0] != "")
 
 

@@ -1,8 +1,8 @@
-"""Sampled trajectories, ready to be shown: each token with its kind and its shade.
+"""Sampled trajectories for the page: each token with its kind and its shade.
 
-Prompt tokens and observations carry no loss; a loss token is shaded by its advantage, in four steps either way of the
-largest on the page. A page holds a limited number of tokens; what is left out is counted. A token that stands many
-times in a row without loss, as those of an image do, is shown once and counted.
+Prompt tokens and observations carry no loss. A loss token is shaded by its advantage, in four steps up to the largest
+advantage on the page. The page has a limited number of tokens, and what is left out is counted. A token without loss
+that repeats, such as the placeholder of an image, is shown once with its count.
 """
 
 import math
@@ -11,20 +11,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from raggedright.report.axes import number, signed
-from raggedright.report.run_events import SampledSession, SampledTrajectory, Samples
-from raggedright.report.visible import value_text, visible
-from raggedright.report.words import counted, more
+from raggedright.report.events import SampledSession, SampledTrajectory, SamplesEvent
+from raggedright.report.text import counted, more, number, signed, value_text, visible
 
-LAST_SESSIONS, FIRST_SESSIONS, MOST_TRAJECTORIES = 4, 2, 12
-MOST_TRAJECTORY_TOKENS, MOST_PAGE_TOKENS = 400, 6000
-MOST_TOKEN, MOST_TASK = 60, 400
+LAST_SESSIONS, FIRST_SESSIONS, MAX_TRAJECTORIES = 4, 2, 12
+MAX_TRAJECTORY_TOKENS, MAX_PAGE_TOKENS = 400, 6000
+MAX_TOKEN, MAX_TASK = 60, 400
 SHADES = 4
-FEWEST_ALIKE = 4  # of the same token in a row, to be shown as one
+MIN_REPEATS = 4  # fewer repeats of a token are shown one by one
 
 
 class Token(NamedTuple):
-    """A token as it is shown: its text, its classes, what it says when pointed at, and whether a line ends with it."""
+    """A token on the page: its text, classes and tooltip, and whether a line ends with it."""
 
     text: str
     kind: str
@@ -34,7 +32,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShownTrajectory:
-    """A trajectory in the page."""
+    """A trajectory on the page."""
 
     role: str
     facts: tuple[str, ...]
@@ -44,7 +42,7 @@ class ShownTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class ShownSession:
-    """A session in the page."""
+    """A session on the page."""
 
     name: str
     score: str
@@ -60,17 +58,17 @@ class ShownRound(NamedTuple):
     sessions: tuple[ShownSession, ...]
 
 
-def shown_samples(samples: Sequence[Samples]) -> tuple[list[ShownRound], float]:
-    """The last sampled round and the first to compare it with, and the largest advantage in them."""
+def shown_samples(samples: Sequence[SamplesEvent]) -> tuple[list[ShownRound], float]:
+    """The last sampled round and, for comparison, the first; and the largest advantage in them."""
     chosen = [(each, most) for each, most in _ends(samples) if each.sessions]
     trajectories = [
         trajectory
         for each, most in chosen
         for session in each.sessions[:most]
-        for trajectory in session.trajectories[:MOST_TRAJECTORIES]
+        for trajectory in session.trajectories[:MAX_TRAJECTORIES]
     ]
     largest = max((abs(a) for t in trajectories for a in t.advantages if math.isfinite(a)), default=0.0)
-    room, shown = MOST_PAGE_TOKENS, []
+    room, shown = MAX_PAGE_TOKENS, []
     for each, most in chosen:
         sessions = []
         for session in each.sessions[:most]:
@@ -80,7 +78,7 @@ def shown_samples(samples: Sequence[Samples]) -> tuple[list[ShownRound], float]:
     return shown, largest
 
 
-def _ends(samples: Sequence[Samples]) -> Iterable[tuple[Samples, int]]:
+def _ends(samples: Sequence[SamplesEvent]) -> Iterable[tuple[SamplesEvent, int]]:
     if samples:
         yield samples[-1], LAST_SESSIONS
     if len(samples) > 1:
@@ -89,13 +87,13 @@ def _ends(samples: Sequence[Samples]) -> Iterable[tuple[Samples, int]]:
 
 def _session(session: SampledSession, largest: float, room: int) -> ShownSession:
     shown = []
-    for trajectory in session.trajectories[:MOST_TRAJECTORIES]:
-        shown.append(_trajectory(trajectory, largest, min(room, MOST_TRAJECTORY_TOKENS)))
+    for trajectory in session.trajectories[:MAX_TRAJECTORIES]:
+        shown.append(_trajectory(trajectory, largest, min(room, MAX_TRAJECTORY_TOKENS)))
         room -= len(shown[-1].tokens)
     return ShownSession(
         name=f"{visible(session.prompt, 40)} / {session.session}",
         score=number(session.score),
-        task=value_text(dict(session.task), MOST_TASK) if session.task else "",
+        task=value_text(dict(session.task), MAX_TASK) if session.task else "",
         trajectories=tuple(shown),
         note=more(len(session.trajectories) - len(shown), "row"),
     )
@@ -115,12 +113,12 @@ def _trajectory(trajectory: SampledTrajectory, largest: float, room: int) -> Sho
 
 
 def _runs(trajectory: SampledTrajectory) -> list[tuple[int, int]]:
-    """Where each shown token starts, and how many it stands for."""
+    """The position of each shown token, and how many tokens it represents."""
     runs: list[tuple[int, int]] = []
     kinds = [(t, i < trajectory.prompt_tokens, _has_loss(trajectory, i)) for i, t in enumerate(trajectory.tokens)]
     for _, group in groupby(range(len(kinds)), kinds.__getitem__):
         places = [*group]
-        if len(places) < FEWEST_ALIKE or _has_loss(trajectory, places[0]):
+        if len(places) < MIN_REPEATS or _has_loss(trajectory, places[0]):
             runs += [(i, 1) for i in places]
         else:
             runs.append((places[0], len(places)))
@@ -143,7 +141,7 @@ def _advantage(trajectory: SampledTrajectory) -> str:
 
 def _token(trajectory: SampledTrajectory, i: int, largest: float, count: int) -> Token:
     text = trajectory.tokens[i]
-    shown, ends_line, j = visible(text, MOST_TOKEN), text.endswith("\n"), i - trajectory.prompt_tokens
+    shown, ends_line, j = visible(text, MAX_TOKEN), text.endswith("\n"), i - trajectory.prompt_tokens
     if not _has_loss(trajectory, i):
         shown += f" x {count:,}" if count > 1 else ""
         return Token(shown, "prompt" if j < 0 else "seen", "", ends_line)

@@ -7,6 +7,7 @@ leaves at the next turn.
 """
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raggedright.rollout.cache import ID_BYTES, Forward, RowCache
+from raggedright.rollout.cache import Forward, RowCache
 from raggedright.rollout.noise import key_words
 from raggedright.rollout.protocol import FinishReason, Generation, Sampling
 from raggedright.rollout.sampling import RowSettings, choose, uniforms
 from raggedright.rollout.stops import TextStops
+from raggedright.rollout.turn_cache import ID_BYTES, PastRow, TurnCache
 
 # The most columns x rows of a pass over newcomers; and of one that also has rows below half the length of its longest.
 _PREFILL_TOKENS = 16_384
@@ -36,9 +38,16 @@ class Job:
     texts: TextStops | None
     future: "asyncio.Future[Generation]"
     media: Mapping[str, Tensor] | None = None
+    past: PastRow | None = None  # of an earlier generation of its trajectory, until the context is read
+    version: int = -1  # of the weights that its context was read with
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     experts: list[NDArray[np.integer]] = field(default_factory=list)  # [positions, layers, topk] of each pass
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of the context that are to be read."""
+        return (len(self.context) - (len(self.past.ids) if self.past else 0)) // ID_BYTES
 
     def finish(self, reason: FinishReason, version: int) -> None:
         """Answer with what there is, unless nobody waits any more."""
@@ -56,9 +65,10 @@ class Job:
 class _Group:
     """Rows whose cache is one tensor a layer."""
 
-    def __init__(self, forward: Forward, jobs: list[Job]) -> None:
+    def __init__(self, forward: Forward, jobs: list[Job], turn_cache: TurnCache) -> None:
         self.jobs = jobs
         self.cache = RowCache(forward)
+        self._turn_cache = turn_cache
         self._device = forward.device
         self._rows_changed()
 
@@ -74,7 +84,15 @@ class _Group:
 
     def prefill(self, version: int) -> None:
         """Read the contexts, and take the first token of each row."""
-        self._take(self.cache.prefill([job.context for job in self.jobs], [job.media for job in self.jobs]), version)
+        jobs = self.jobs
+        logits = self.cache.prefill([j.context for j in jobs], [j.media for j in jobs], [j.past for j in jobs])
+        experts = self.cache.routed_experts()
+        for job in jobs:
+            job.version = version
+            if job.past is not None and job.past.experts is not None and experts is not None:
+                job.experts.append(job.past.experts[: max(len(job.context) // ID_BYTES - experts.shape[1], 0)])
+            job.past = None
+        self._take(logits, version)
 
     def decode(self, version: int) -> None:
         """Take one more token of each row."""
@@ -88,12 +106,22 @@ class _Group:
                 job.experts.append(of_row[-(len(job.context) // ID_BYTES) :])
         settings, words = self._drawing()
         chosen = choose(logits, settings, uniforms(words, self.cache.lengths))
-        for job, token, log_prob in zip(self.jobs, *chosen, strict=True):
+        for row, (job, token, log_prob) in enumerate(zip(self.jobs, *chosen, strict=True)):
             job.ids.append(token)
             job.log_probs.append(log_prob)
             if (reason := job.end()) is not None:
+                self._keep(row, job, version)
                 job.finish(reason, version)
         self.drop_done()
+
+    def _keep(self, row: int, job: Job, version: int) -> None:
+        """Keep what was computed of a row that ends, for the next generation of its trajectory."""
+        num_tokens = int(self.cache.lengths[row])
+        if job.media is not None or job.version != version or not self._turn_cache.wants(num_tokens):
+            return
+        fed = array("q", job.ids[:-1]).tobytes()
+        experts = np.concatenate(job.experts) if job.experts else None
+        self._turn_cache.put(job.key, PastRow(job.context + fed, self.cache.past(row), experts))
 
     def drop_done(self) -> None:
         """Let go of the rows that nobody waits for any more."""
@@ -115,8 +143,8 @@ class _Group:
 class Batch:
     """All rows that decode together."""
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, turn_cache: TurnCache) -> None:
+        self._forward, self._turn_cache = forward, turn_cache
         self._running: _Group | None = None
 
     @property
@@ -126,8 +154,12 @@ class Batch:
 
     def admit(self, jobs: Sequence[Job], version: int) -> None:
         """Read newcomers' contexts and take their first tokens; those that go on decode with the others."""
-        for part in _by_length([job for job in jobs if not job.future.done()], padded=self._forward.reads_padded):
-            group = _Group(self._forward, part)
+        waiting = [job for job in jobs if not job.future.done()]
+        if len(self._turn_cache):
+            for job in waiting:
+                job.past = self._turn_cache.take(job.key, job.context) if job.media is None else None
+        for part in _by_length(waiting, padded=self._forward.reads_padded):
+            group = _Group(self._forward, part, self._turn_cache)
             group.prefill(version)
             if not group.jobs:
                 continue
@@ -153,16 +185,17 @@ class Batch:
 def _by_length(jobs: list[Job], *, padded: bool) -> list[list[Job]]:
     """Newcomers in passes that waste little (nothing, unless `padded`): longest first, within the token limits.
 
-    Of one length, first come first.
+    A length is that of what is to be read. Of one length, first come first.
     """
-    jobs = sorted(jobs, key=lambda job: len(job.context), reverse=True)
+    jobs = sorted(jobs, key=lambda job: job.num_new, reverse=True)
     parts: list[list[Job]] = []
     for job in jobs:
         if parts:
-            longest, own = len(parts[-1][0].context), len(job.context)
-            tokens = longest // ID_BYTES * (len(parts[-1]) + 1)
-            fits = padded or own == longest
-            if fits and tokens <= (_PREFILL_TOKENS if 2 * own >= longest else _SMALL_TOKENS):
+            first, own = parts[-1][0], job.num_new
+            longest = first.num_new
+            fits = padded or (own == longest and len(job.context) == len(first.context))
+            small = 0 if job.past else _SMALL_TOKENS  # a row with a past would read again what it has
+            if fits and longest * (len(parts[-1]) + 1) <= (_PREFILL_TOKENS if 2 * own >= longest else small):
                 parts[-1].append(job)
                 continue
         parts.append([job])

@@ -7,6 +7,10 @@ row's numbers do not depend on its neighbours (up to the rounding of matrix prod
 The surprise: layers with a sliding window keep every column too. The model masks what is outside the window, and all
 layers can then be moved and joined in the same way. And rows that are dropped, or repeated, are so in name only until
 the next pass, which moves all that stay once, to where it has room for what comes.
+
+A row may bring the keys and values of its first tokens (`turn_cache`). A pass reads the last tokens of all its rows, as
+many as the row with the most new ones has: then rows need no gap between what they bring and what is read, which would
+put a sliding window in the wrong place.
 """
 
 import inspect
@@ -23,11 +27,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from raggedright.errors import ConfigError
 from raggedright.rollout.sight import Media, Sight
+from raggedright.rollout.turn_cache import ID_BYTES, PastRow
+from raggedright.tensors.forward import vocabulary_size
 from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.routing import Routers
-
-ID_BYTES = 8
-"""Of a token id in the rows that are read, which are bytes: that is how the same rows are found among many."""
 
 # Columns that a cache grows by at least, unless its rows end sooner.
 _GROWTH = 16
@@ -60,6 +63,26 @@ class _Layer(DynamicLayer):
         self.span = (start, end)
         self.keys, self.values = (room[:, :, start:end] for room in self.rooms)
         return self.keys, self.values
+
+    def load(self, number: int, pasts: Sequence[PastRow | None], num_tokens: Sequence[int], *, spare: int) -> None:
+        """Begin with the first tokens of rows that have a past, so many of each, and spare columns on the right."""
+        columns = max(num_tokens)
+        for i, like in enumerate(next(past for past in pasts if past is not None).layers[number]):
+            _, heads, size = like.shape
+            room = like.new_zeros(len(pasts), columns + spare, heads, size)
+            for row, past, count in zip(room, pasts, num_tokens, strict=True):
+                if past is not None and count:
+                    row[columns - count : columns] = past.layers[number][i][:count]
+            self.rooms.append(room.transpose(1, 2))
+        self.dtype, self.device, self.is_initialized = self.rooms[0].dtype, self.rooms[0].device, True
+        self.use(0, columns)
+
+    def past(self, place: int, num_tokens: int) -> tuple[Tensor, ...]:
+        """A copy of the keys and of the values of one row's tokens: [tokens, heads, size] each."""
+        stop = self.span[1]
+        # Not contiguous(): that would be a view, which keeps the rows of the whole batch in memory.
+        rows = (room[place, :, stop - num_tokens : stop].transpose(0, 1) for room in self.rooms)
+        return tuple(row.clone(memory_format=torch.contiguous_format) for row in rows)
 
     def move(self, moves: "Sequence[tuple[_Layer, _Kept]]", *, columns: int, spare: int) -> None:
         """Move to rooms with the kept rows of these layers, one below another, and spare columns on the right."""
@@ -150,9 +173,7 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
     """How many tokens the model knows, and how many positions it has (0: it does not say)."""
     assert isinstance(model, PreTrainedModel)
     text = model.config.get_text_config(decoder=True)
-    embeddings = model.get_input_embeddings()
-    tokens = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else text.vocab_size
-    return int(tokens), int(getattr(text, "max_position_embeddings", None) or 0)
+    return int(vocabulary_size(model) or text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 0)
 
 
 def _num_plain_layers(model: nn.Module) -> int:
@@ -211,17 +232,17 @@ class RowCache:
     def _layers(self) -> "list[_Layer]":
         return [layer for layer in self._cache.layers if isinstance(layer, _Layer) and layer.rooms]
 
-    def prefill(self, rows: Sequence[bytes], media: Sequence[Media | None]) -> Tensor:
-        """Read the rows' tokens, and the images of those that have some, in one pass; the logits after each.
+    def prefill(self, rows: Sequence[bytes], media: Sequence[Media | None], pasts: Sequence[PastRow | None]) -> Tensor:
+        """Read the rows' tokens behind their pasts, and the images of those that have some; the logits after each.
 
         What several rows have word for word, as the sessions of a prompt do at first, is read once.
         """
-        words = [i if seen else row for i, (row, seen) in enumerate(zip(rows, media, strict=True))]
+        words = [i if seen or past else row for i, (row, seen, past) in enumerate(zip(rows, media, pasts, strict=True))]
         firsts = dict(zip(reversed(words), range(len(rows) - 1, -1, -1), strict=True))
         if len(firsts) == len(rows):
-            return self._read(rows, media)
+            return self._read(rows, media, pasts)
         read = sorted(firsts.values())
-        logits = self._read([rows[i] for i in read], [media[i] for i in read])
+        logits = self._read([rows[i] for i in read], [media[i] for i in read], [pasts[i] for i in read])
         number = {words[i]: n for n, i in enumerate(read)}
         which = np.array([number[word] for word in words])
         self.keep(which)
@@ -230,15 +251,33 @@ class RowCache:
             self._forward.routed_experts = experts[index]
         return logits.index_select(0, index.to(logits.device))
 
-    def _read(self, rows: Sequence[bytes], media: Sequence[Media | None]) -> Tensor:
+    def _read(self, rows: Sequence[bytes], media: Sequence[Media | None], pasts: Sequence[PastRow | None]) -> Tensor:
         self.lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)) // ID_BYTES
-        columns = int(self.lengths.max())
+        columns = new = int(self.lengths.max())
+        if any(pasts):
+            new = max(len(row) - len(past.ids if past else b"") for row, past in zip(rows, pasts, strict=True))
+            new //= ID_BYTES
+            self._load(pasts, np.maximum(self.lengths - new, 0).tolist(), spare=new)
+            rows = [row[-new * ID_BYTES :] for row in rows]
         positions = np.arange(columns) - (columns - self.lengths)[:, None]
         mask = positions >= 0
-        ids = np.full(mask.shape, self._forward.pad_token_id, dtype=np.int64)
-        ids[mask] = np.frombuffer(b"".join(rows), dtype=np.int64)
-        positions, self._shifts = self._forward.sight.positions(rows, media, np.maximum(positions, 0))
+        read = mask[:, columns - new :]
+        ids = np.full(read.shape, self._forward.pad_token_id, dtype=np.int64)
+        ids[read] = np.frombuffer(b"".join(rows), dtype=np.int64)
+        plain = np.maximum(positions[:, columns - new :], 0)
+        positions, self._shifts = self._forward.sight.positions(rows, media, plain)
         return self._run(ids, positions, mask, self._forward.sight.join(media))
+
+    def _load(self, pasts: Sequence[PastRow | None], num_tokens: Sequence[int], *, spare: int) -> None:
+        if any(num_tokens):
+            for number, layer in enumerate(self._cache.layers):
+                assert isinstance(layer, _Layer)
+                layer.load(number, pasts, num_tokens, spare=spare)
+
+    def past(self, row: int) -> list[tuple[Tensor, ...]]:
+        """A copy of a row's keys and values, by layer."""
+        place = row if self._places is None else int(self._places[row])
+        return [layer.past(place, int(self.lengths[row])) for layer in self._layers]
 
     def decode(self, tokens: Sequence[int], *, ahead: int) -> Tensor:
         """Append one token to each row; the logits after it. No row will get more than `ahead` tokens from here on."""

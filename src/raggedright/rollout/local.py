@@ -23,6 +23,7 @@ from raggedright.rollout.cache import Forward
 from raggedright.rollout.noise import as_key
 from raggedright.rollout.protocol import EngineError, Generation, Request
 from raggedright.rollout.stops import Decodes, TextStops
+from raggedright.rollout.turn_cache import TurnCache
 from raggedright.rollout.turns import Turns, fail
 from raggedright.rollout.weights import load_weights
 from raggedright.tensors.routing import Routers
@@ -33,7 +34,8 @@ _NO_LIMIT = 1 << 40
 class LocalEngine:
     """Generates with a model of this process; `shared` says that it is the one that trains, not a copy to load into.
 
-    With the model's `routers`, the experts of every position are recorded.
+    With the model's `routers`, the experts of every position are recorded. `kept_bytes` is the most that the keys and
+    values of trajectories may take between their generations (`turn_cache`); 0 keeps none.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class LocalEngine:
         pad_token_id: int = 0,
         max_batch_rows: int = 512,
         shared: bool = True,
+        kept_bytes: int = 1 << 30,
         routers: Routers | None = None,
     ) -> None:
         if max_batch_rows < 1:
@@ -60,6 +63,7 @@ class LocalEngine:
         self._incomplete = ""
         self._num_requests = 0
         self._turns: Turns | None = None
+        self._turn_cache = TurnCache(kept_bytes)
 
     @property
     def context_tokens(self) -> int:
@@ -88,12 +92,17 @@ class LocalEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Generate as of `version` from now on; a copy loads full tensors by name, and needs every parameter."""
+        self._turn_cache.clear()
         if not self._shared:
             self._incomplete = "it broke off"
             self._incomplete = load_weights(self._model, weights)
             if self._incomplete:
                 raise EngineError(f"weights of version {version} do not fit the engine's model: {self._incomplete}")
         self._version = version
+
+    def forget(self, noise: bytes) -> None:
+        """Let go of what is kept of a trajectory."""
+        self._turn_cache.forget(as_key(noise))
 
     def abort(self) -> None:
         """Every generation under way returns at once, with what it has; from any thread or signal handler."""
@@ -102,6 +111,7 @@ class LocalEngine:
     def close(self) -> None:
         """Fail the requests under way and refuse later ones."""
         self._closed = True
+        self._turn_cache.clear()
         self._settle(lambda job: fail(job, EngineError("the engine was closed while this request was under way")))
 
     def _settle(self, end: Callable[[Job], None]) -> None:
@@ -120,8 +130,13 @@ class LocalEngine:
         if turns is None or turns.loop is not loop:
             if turns is not None and turns.busy and turns.loop.is_running():
                 raise EngineError("the engine is at work in another event loop; use it from one loop at a time")
-            turns = Turns(self._forward, loop, max_batch_rows=self._max_batch_rows, version=lambda: self._version)
-            self._turns = turns
+            self._turns = turns = Turns(
+                self._forward,
+                loop,
+                max_batch_rows=self._max_batch_rows,
+                turn_cache=self._turn_cache,
+                version=lambda: self._version,
+            )
         return turns
 
     def _context(self, request: Request) -> bytes:

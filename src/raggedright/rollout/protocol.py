@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 
+LEAST_TEMPERATURE = 1e-4
+"""Of tokens that are trained: logits divided by much less are beyond what float32 holds."""
+
 
 class EngineError(RaggedRightError):
     """A request cannot be answered, or the engine failed while it ran."""
@@ -90,6 +93,10 @@ class Engine(Protocol):
 
     def update_weights(self, weights: "Iterable[tuple[str, Tensor]]", *, version: int) -> None:
         """Generate with these weights from now on, and say so by `version`."""
+        ...
+
+    def forget(self, noise: bytes) -> None:
+        """The trajectory of this name will ask for nothing more: what is kept for its next generation can go."""
         ...
 
     def abort(self) -> None:

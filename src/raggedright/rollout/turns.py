@@ -12,6 +12,7 @@ from collections.abc import Callable
 from raggedright.rollout.batch import Batch, Job
 from raggedright.rollout.cache import Forward
 from raggedright.rollout.protocol import EngineError
+from raggedright.rollout.turn_cache import TurnCache
 
 # Turns of the event loop without a new request before a batch goes on: an agent may need some to get from one
 # generation to its next.
@@ -22,14 +23,20 @@ class Turns:
     """The requests under way in one event loop."""
 
     def __init__(
-        self, forward: Forward, loop: asyncio.AbstractEventLoop, *, max_batch_rows: int, version: Callable[[], int]
+        self,
+        forward: Forward,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        max_batch_rows: int,
+        turn_cache: TurnCache,
+        version: Callable[[], int],
     ) -> None:
         self.loop = loop
         self._max_batch_rows = max_batch_rows
         self._version = version
         self._waiting: deque[Job] = deque()
         self._admitting: list[Job] = []
-        self._batch = Batch(forward)
+        self._batch = Batch(forward, turn_cache)
         self._task: asyncio.Task[None] | None = None
 
     @property

@@ -1,193 +1,118 @@
-"""What a store promises, whichever backend it is. One conformance suite says so for all of them.
+"""What a store promises, whichever backend it is. One conformance suite tests all of them.
 
-A session's rows become visible all at once, when it is put as finished, and stay as they were put. An answer has
-exactly the keys and fields that were asked for, in that order, bit for bit; whatever is missing, of another type, half
-written or of a deleted round is a StoreError that names it, within a bounded time. Never a shorter answer.
-
-The surprise: a key has an attempt in it. A session that is run again (a retry, a restart) is put under the next
-attempt, so no key is ever written twice and a late writer cannot touch what another one put.
+A store is an append-only log of sessions. A session becomes visible with all its rows or not at all, and never
+changes. Its key includes the attempt number, so a session that runs again is appended under the next attempt and a
+late writer cannot touch what another one wrote. What is read is what was appended, bit for bit: whatever is missing,
+damaged, of another run or of a dropped round is a StoreError that names the key, within a bounded time.
 """
 
-from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
+from collections.abc import Collection, Sequence
+from time import monotonic, sleep
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raggedright.errors import RaggedRightError
+from raggedright.sessions import RowKey, Session, SessionKey, SessionTable
 
-if TYPE_CHECKING:
-    from raggedright.ragged import Ragged
-    from raggedright.store.listing import Listing
-
-State = Literal["running", "finished", "failed"]
-Tag = str | int | float | bool | None
-Fields = Mapping[str, object]
+LONGEST_POLL = 0.25  # seconds between two looks of `wait`
 
 
 class StoreError(RaggedRightError):
-    """What was asked of a store cannot be; nothing was changed."""
-
-
-class SessionKey(NamedTuple):
-    """One run of an agent on a prompt, in a round; `attempt` counts its runs from 0."""
-
-    round: int
-    prompt: str
-    session: int
-    attempt: int = 0
-
-    def __str__(self) -> str:
-        return f"round {self.round}, session {self.prompt}/{self.session}, attempt {self.attempt}"
-
-
-class Key(NamedTuple):
-    """One row of a session."""
-
-    round: int
-    prompt: str
-    session: int
-    attempt: int
-    trajectory: int
-
-    def __str__(self) -> str:
-        return f"round {self.round}, row {self.prompt}/{self.session}/{self.trajectory}, attempt {self.attempt}"
-
-    @property
-    def of_session(self) -> SessionKey:
-        """The session that emitted it."""
-        return SessionKey(*self[:4])
-
-
-class NewRow(NamedTuple):
-    """A row to put: its counts, its tensors and other fields, its tags. Its number in the session is its trajectory.
-
-    An `array.array` of numbers stands for a vector and is read as a tensor: short rows are put several times as fast.
-    """
-
-    prompt_tokens: int
-    response_tokens: int
-    loss_tokens: int
-    fields: Fields
-    is_padding: bool = False
-    tags: Mapping[str, Tag] = MappingProxyType({})
-
-
-class NewSession(NamedTuple):
-    """A session to put, with all its rows if it is finished and with a cause if it failed."""
-
-    key: SessionKey
-    rows: Sequence[NewRow] = ()
-    state: State = "finished"
-    cause: str = ""
-    score: float | None = None
-
-
-class RowEntry(NamedTuple):
-    """What a listing says of a row: everything but its fields' values. A tuple, since a listing makes very many."""
-
-    key: Key
-    prompt_tokens: int
-    response_tokens: int
-    loss_tokens: int
-    is_padding: bool
-    tags: Mapping[str, Tag]
-    field_names: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionEntry:
-    """What a listing says of a session; only a finished one has rows, only a failed one a cause."""
-
-    key: SessionKey
-    state: State
-    cause: str = ""
-    score: float | None = None
-    rows: tuple[RowEntry, ...] = ()
+    """A store's operation failed; nothing was changed."""
 
 
 class Store(Protocol):
-    """A place for the rows of a run's rounds. A backend derives from it; `put` and `with` are the same for all."""
+    """A log of sessions. A backend derives from it; `wait` and `with` are the same for all."""
 
-    def put(
-        self,
-        session: SessionKey,
-        rows: Sequence[NewRow] = (),
-        *,
-        state: State = "finished",
-        cause: str = "",
-        score: float | None = None,
-    ) -> None:
-        """Record a session in one transaction: as running, as finished with all its rows, or as failed with a cause.
+    def append(self, sessions: Sequence[Session]) -> None:
+        """Record sessions; each is durable and visible as a whole when this returns.
 
-        Running may become finished or failed; nothing else may be put twice.
-        """
-        self.put_all([NewSession(session, rows, state, cause, score)])
-
-    @abstractmethod
-    def put_all(self, sessions: Sequence[NewSession]) -> None:
-        """Record several sessions, as `put` does each; they may share one transaction, and one write to the disk.
-
-        Each is whole or not at all. Where one is refused, those before it may be there or not, those after it are not.
+        If one of them is refused, none is recorded.
         """
         ...
 
-    def put_listing(self, listing: "Listing") -> None:
-        """Record the sessions of a listing that has its rows' vectors, as `put_all` does."""
-        self.put_all(listing.new_sessions())
-
-    @abstractmethod
-    def list(
-        self,
-        *,
-        round: int | None = None,
-        prompt: str | None = None,
-        session: int | None = None,
-        state: State | None = None,
-    ) -> Sequence[SessionEntry]:
-        """Sessions that match, in the order of their keys, with their rows' tags and counts but no tensors."""
+    def sessions(self, round: int, *, every_attempt: bool = False) -> SessionTable:
+        """The sessions of a round in the order of their keys, without tensors: the last attempt of each, or all."""
         ...
 
-    @abstractmethod
-    def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
-        """These fields of these rows, in the order asked for."""
+    def rounds(self) -> dict[int, int]:
+        """The rounds that have finished sessions, and how many."""
         ...
 
-    def get_joined(self, keys: Sequence[Key], fields: Sequence[str]) -> "dict[str, Ragged]":
-        """These fields of these rows, each one vector a row, joined field by field in the order asked for."""
-        from raggedright.ragged import join_vectors  # needs torch
-
-        found = self.get(keys, fields)
-        return {name: join_vectors(keys, name, [row[name] for row in found]) for name in fields}
-
-    @abstractmethod
-    def update(self, values: Mapping[Key, Fields]) -> None:
-        """Add fields to rows that are there (log-probs, values, advantages), all of them or none.
-
-        A field that a row has already is replaced by one of the same type and dtype, so that a pass can be repeated.
-        """
+    def read(self, keys: Sequence[RowKey], fields: Collection[str] | None = None) -> list[dict[str, NDArray]]:
+        """The arrays of these rows, in the order of the keys: the named fields, or all that a row has."""
         ...
 
-    @abstractmethod
-    def delete(self, round: int) -> None:
-        """Forget all sessions of a round and of those before it; nothing can be put there any more. Can be repeated."""
+    def drop(self, round: int) -> None:
+        """Delete a round and those before it; nothing can be appended to them any more. Can be repeated."""
         ...
 
-    @abstractmethod
-    def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
-        """The last attempt of each of these (prompt, session) pairs, once all are finished or failed.
-
-        A StoreError that names those that are not, when `timeout` seconds have passed.
-        """
-        ...
-
-    @abstractmethod
     def close(self) -> None:
-        """Let go of the store; what was put stays."""
+        """Release the store; what was appended stays, if the backend is durable."""
         ...
+
+    def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> SessionTable:
+        """The table of these (prompt, session) pairs once all have ended; a StoreError names those that have not."""
+        wanted, until, pause = set(sessions), monotonic() + timeout, 0.01
+        while True:
+            table = self.sessions(round)
+            pairs = [*zip(table.prompt.tolist(), table.session.tolist(), strict=True)]
+            missing = sorted(wanted - set(pairs))
+            if not missing:
+                return table.take(np.array([i for i, pair in enumerate(pairs) if pair in wanted], dtype=np.int64))
+            if monotonic() >= until:
+                names = ", ".join(f"{prompt:.60}/{session}" for prompt, session in missing[:10])
+                more = f" and {len(missing) - 10:,} more" if len(missing) > 10 else ""
+                raise StoreError(
+                    f"round {round}: {len(missing):,} of {len(wanted):,} sessions have not ended after {timeout:g} s: "
+                    f"{names}{more}; wait longer, or record them as failed"
+                )
+            sleep(min(pause, max(0.0, until - monotonic())))
+            pause = min(2 * pause, LONGEST_POLL)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def already_recorded(key: SessionKey) -> StoreError:
+    """The error of a key that is written twice."""
+    return StoreError(f"{key}: is recorded already; append a new run of it under the next attempt")
+
+
+def round_dropped(what: object, dropped: int) -> StoreError:
+    """The error of a round that is gone."""
+    return StoreError(f"{what}: rounds up to {dropped} were dropped; use a later one")
+
+
+def row_missing(key: RowKey, *, known: bool) -> StoreError:
+    """The error of a row that is not there."""
+    reason = "its session has no such row" if known else "its session is not recorded"
+    return StoreError(f"{key}: {reason}; sessions({key.round}) lists what there is")
+
+
+def choose(key: RowKey, row: dict[str, NDArray], fields: Collection[str] | None) -> dict[str, NDArray]:
+    """The fields that were asked for, all of which the row must have."""
+    if fields is None:
+        return row
+    for name in fields:
+        if name not in row:
+            raise StoreError(f"{key}: has no field {name}; it has {', '.join(row)}")
+    return {name: row[name] for name in fields}
+
+
+def last_attempts(lines: Sequence[tuple[SessionKey, str, bytes]]) -> list[tuple[SessionKey, str, bytes]]:
+    """Of lines in the order of their keys, the last attempt of each session."""
+    return [*{line[0][1:3]: line for line in lines}.values()]
+
+
+def prune(store: Store, *, durable_round: int, keep_rounds: int = 0) -> None:
+    """Drop the rounds that a durable checkpoint of `durable_round` contains, except the last `keep_rounds`."""
+    if keep_rounds < 0:
+        raise StoreError(f"keep_rounds is {keep_rounds}; it takes an integer from 0")
+    if durable_round - keep_rounds >= 0:
+        store.drop(durable_round - keep_rounds)

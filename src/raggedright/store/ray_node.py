@@ -10,6 +10,7 @@ import socket
 import sys
 from typing import Any
 
+from raggedright.errors import install_hint
 from raggedright.store.protocol import StoreError
 
 NAMESPACE = "raggedright"
@@ -41,7 +42,7 @@ def _import_ray(*, on_loopback: bool) -> Any:
         import ray
         import transfer_queue  # noqa: F401
     except ImportError as error:
-        raise StoreError(f"store transfer_queue needs {error.name}; pip install 'raggedright[ray]'") from None
+        raise StoreError(f"store transfer_queue needs {error.name}; {install_hint('ray')}") from None
     return ray
 
 

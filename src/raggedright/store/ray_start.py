@@ -21,9 +21,9 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from raggedright.store.protocol import StoreError
+from raggedright.store.ray_index import SessionIndex
 from raggedright.store.ray_link import CONTROLLER, SESSIONS, STORAGE_UNIT, Link, named_actors
 from raggedright.store.ray_node import NAMESPACE, join_ray
-from raggedright.store.ray_sessions import Sessions
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -90,7 +90,7 @@ def _attach(ray: Any, storage_units: int, timeout: float, started_ray: bool, *, 
     try:
         if not may_make:
             raise ValueError
-        named = ray.remote(num_cpus=0)(Sessions).options(name=SESSIONS, namespace=NAMESPACE)
+        named = ray.remote(num_cpus=0)(SessionIndex).options(name=SESSIONS, namespace=NAMESPACE)
         sessions, made = named.remote(), True
     except ValueError:  # the name is taken, or not ours to take
         sessions, made = _wait_started(ray, timeout), False

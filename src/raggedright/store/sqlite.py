@@ -1,203 +1,164 @@
-"""The default store: one SQLite file that many processes read and write at once. A crash loses no finished session.
+"""The default store: one SQLite file that many processes read and write at once. A crash loses no recorded session.
 
-Sessions that are put together, with their rows, tags and fields, are one transaction, on disk (synchronous = FULL) when
-put returns. All that is put is encoded before the file is locked, so writers hold each other up as little as can be.
-See sqlite_schema.SCHEMA: a listing reads one table; short rows share a value (`blocks`), others have one each
-(`row_encoding`), but for large fields.
+What is appended together is one transaction, on disk (synchronous = FULL) when `append` returns. Everything is encoded
+before the file is locked, so that writers wait for each other as little as possible.
 
-The surprise: delete first moves a watermark, which hides the rounds at once and for good, then takes their rows away a
-few sessions at a time, so that no writer waits long; one that is killed half-way is completed by the next. The file
-does not get shorter: later rounds take the free pages, so it stays at the size of the most that was in it at a time.
-(SQLite's incremental vacuum needed half a minute for 4,000 rows. `sqlite3 rows.db VACUUM` shortens a file at rest.)
+Note: `drop` first moves a watermark, which hides the rounds at once and for good, and then deletes their sessions a few
+at a time, so that no writer waits long; if it is killed on the way, the next `drop` completes it. The file does not
+get shorter: later rounds use the free pages. `sqlite3 rows.db VACUUM` shortens a file that is not open.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from time import monotonic, sleep
+from sqlite3 import Connection, IntegrityError
+from typing import TypeVar
+from uuid import uuid4
 
-from raggedright.ragged import Ragged
-from raggedright.store.checks import MOST_ROWS, check_replaced, last_attempts, not_final, round_deleted
-from raggedright.store.encoding import encode_fields
-from raggedright.store.listing import Listing
-from raggedright.store.protocol import Fields, Key, NewSession, SessionEntry, SessionKey, State, Store
+from numpy.typing import NDArray
+
+from raggedright.sessions import MOST_TRAJECTORIES, RowKey, Session, SessionKey, SessionTable
+from raggedright.store.encoding import decode_row, decode_table, encode_session
+from raggedright.store.protocol import Store, StoreError, already_recorded, last_attempts, round_dropped, row_missing
 from raggedright.store.sqlite_file import Database
-from raggedright.store.sqlite_list import read_entries
-from raggedright.store.sqlite_put import (
-    Ready,
-    check_round_types,
-    check_rounds,
-    encode_listing,
-    encode_sessions,
-    put_blocks,
-    put_sessions,
-)
-from raggedright.store.sqlite_rows import (
-    Values,
-    field_types,
-    fields_of,
-    find_rows,
-    join_blocks,
-    list_fields,
-    parts,
-    read_apart,
-    watermark_of,
-)
 
-__all__ = ["SqliteStore"]
+KEYS_PER_STATEMENT = 64
+SESSIONS_PER_DELETE = 64
+_T = TypeVar("_T")
 
-POLL_SECONDS = 0.01
-SESSIONS_A_DELETE = 64
-
-_PUT_VALUE = "INSERT INTO row_values (row_id, value) VALUES (?, ?)"
-_PUT_FIELD = """INSERT INTO fields (row_id, name, type, value) VALUES (?, ?, ?, ?)
-  ON CONFLICT DO UPDATE SET type = excluded.type, value = excluded.value"""
-_LAST = "SELECT prompt, session, state, max(attempt) FROM sessions WHERE round = ? GROUP BY prompt, session"
+_APPEND = "INSERT INTO log (id, round, prompt, session, attempt, text, digest) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SESSIONS = """SELECT round, prompt, session, attempt, text, digest FROM log WHERE round = ?
+  ORDER BY prompt, session, attempt"""
+_FINISHED = """SELECT round, count(*) FROM log
+  WHERE round > ? AND json_extract(text, '$[1]') = '' GROUP BY round"""
+# CROSS JOIN makes SQLite look up each key in turn.
+_FIND = """WITH k (i, round, prompt, session, attempt) AS (VALUES {})
+  SELECT k.i, log.id, json_array_length(log.text, '$[3]')
+  FROM k CROSS JOIN log USING (round, prompt, session, attempt)"""
 
 
 class SqliteStore(Store):
     """A store in one file, which is made if it is not there; waits up to `busy_timeout` seconds for other writers.
 
-    With `read_only`, for reports and inspection, it is never made or written, and others may write it meanwhile.
+    `run` is the id of the run that it belongs to: a file of another run is refused. Without one, a new file gets a
+    random id and an existing file is opened whatever its run is. With `read_only`, for reports and inspection, the file
+    is never made or written, and others may write it at the same time.
     """
 
-    def __init__(self, path: str | PathLike[str], *, busy_timeout: float = 30.0, read_only: bool = False) -> None:
-        self._database = Database(Path(path), busy_timeout, read_only=read_only)
-
-    def put_all(self, sessions: Sequence[NewSession]) -> None:
-        """Record several sessions in one transaction, with one write to the disk: all of them or none."""
-        self._put(encode_sessions(sessions))
-
-    def put_listing(self, listing: Listing) -> None:
-        """Record the sessions of a listing that has its rows' vectors, in one transaction."""
-        ready = encode_listing(listing) if listing.vectors else None
-        if ready is None:
-            super().put_listing(listing)
-        else:
-            self._put(ready)
-
-    def _put(self, ready: Ready) -> None:
-        with self._database.write(_put_words(ready.sessions.key)) as connection:
-            check_rounds(connection, ready.sessions)
-            check_round_types(connection, ready.types)
-            ids = put_sessions(connection, ready, put_blocks(connection, ready))
-            rows = [
-                (id_ * MOST_ROWS + t, row)
-                for id_, of_session in zip(ids, ready.rows, strict=False)  # none where rows are in blocks
-                for t, row in enumerate(of_session)
-            ]
-            connection.executemany(_PUT_VALUE, [(row_id, row.value) for row_id, row in rows])
-            fields = [(row_id, name, *field) for row_id, row in rows for name, field in row.apart.items()]
-            if fields:
-                connection.executemany(_PUT_FIELD, fields)
-
-    def list(
+    def __init__(
         self,
+        path: str | PathLike[str],
         *,
-        round: int | None = None,
-        prompt: str | None = None,
-        session: int | None = None,
-        state: State | None = None,
-    ) -> Sequence[SessionEntry]:
-        """Sessions that match, in the order of their keys, with their rows' tags and counts but no tensors."""
-        filters = {"round": round, "prompt": prompt, "session": session, "state": state}
-        with self._database.read("list") as connection:
-            return read_entries(connection, watermark_of(connection), filters)
+        run: str | None = None,
+        busy_timeout: float = 30.0,
+        read_only: bool = False,
+    ) -> None:
+        self._database = Database(Path(path), run or uuid4().hex, busy_timeout, read_only=read_only)
+        try:
+            with self._database.read("open") as connection:
+                self.run = str(_meta(connection, "run"))
+            if run is not None and self.run != run:
+                raise StoreError(
+                    f"{path}: belongs to run {self.run:.40} and this is run {run}; move it away, or start with --fresh"
+                )
+        except BaseException:
+            self.close()
+            raise
 
-    def get(self, keys: Sequence[Key], fields: Sequence[str]) -> Sequence[dict[str, object]]:
-        """These fields of these rows, in the order asked for."""
-        names = tuple(dict.fromkeys(fields))
-        answer: list[dict[str, object]] = []
-        with self._database.read("get") as connection:
-            values = Values(connection)
-            for part in parts(keys):  # so that the encoded rows of a large answer are never there all at once
-                found = find_rows(connection, part)
-                apart = read_apart(connection, [row.row_id for row in found if row.apart], names)
-                wholes = values.of(part, found)
-                rows = zip(part, found, wholes, strict=True)
-                answer += [fields_of(key, row, whole, names, apart) for key, row, whole in rows]
-        return answer
+    def append(self, sessions: Sequence[Session]) -> None:
+        """Record sessions in one transaction: all of them or none."""
+        encoded = [encode_session(self.run, session) for session in sessions]
+        if not encoded:
+            return
+        more = f" and {len(encoded) - 1:,} more" if len(encoded) > 1 else ""
+        with self._database.write(f"append of {encoded[0].key}{more}") as connection:
+            dropped = _dropped(connection)
+            (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM log").fetchone()
+            for i, (key, text, digest, values, digests) in enumerate(encoded, first):
+                if key.round <= dropped:
+                    raise round_dropped(key, dropped)
+                try:
+                    connection.execute(_APPEND, (i, *key, text, digest))
+                except IntegrityError:
+                    raise already_recorded(key) from None
+                numbers = range(i * MOST_TRAJECTORIES, i * MOST_TRAJECTORIES + len(values))
+                connection.executemany(
+                    "INSERT INTO arrays (id, value, digest) VALUES (?, ?, ?)",
+                    zip(numbers, values, digests, strict=True),
+                )
 
-    def get_joined(self, keys: Sequence[Key], fields: Sequence[str]) -> dict[str, Ragged]:
-        """These fields of these rows, joined field by field; blocks have them so."""
-        with self._database.read("get") as connection:
-            found = find_rows(connection, keys)
-            if found and all(row.block is not None and not row.apart for row in found):
-                return join_blocks(keys, found, Values(connection).blocks(found), fields)
-        return super().get_joined(keys, fields)
+    def sessions(self, round: int, *, every_attempt: bool = False) -> SessionTable:
+        """The sessions of a round."""
+        with self._database.read(f"listing of round {round}") as connection:
+            found = connection.execute(_SESSIONS, (round,)).fetchall() if round > _dropped(connection) else []
+        lines = [(SessionKey(*line[:4]), *line[4:]) for line in found]
+        return decode_table(self.run, round, lines if every_attempt else last_attempts(lines))
 
-    def update(self, values: Mapping[Key, Fields]) -> None:
-        """Add fields to rows that are there, all of them or none."""
-        encoded = [(Key(*key), encode_fields(key, fields)) for key, fields in values.items()]
-        with self._database.write(f"update of {len(encoded)} rows") as connection:
-            keys = [key for key, _ in encoded]
-            found = find_rows(connection, keys)
-            wholes = Values(connection).of(keys, found)
-            for row, whole, (key, fields) in zip(found, wholes, encoded, strict=True):
-                old = field_types(connection, row, whole)
-                for name in fields.keys() & old.keys():
-                    check_replaced(key, name, old[name], fields[name].type)
-                if fields:
-                    list_fields(connection, row.row_id, old.keys() | fields.keys())
-            check_round_types(
-                connection, [(key, {n: field.type for n, field in fields.items()}) for key, fields in encoded]
-            )
-            new = [(r.row_id, n, *field) for r, (_, fs) in zip(found, encoded, strict=True) for n, field in fs.items()]
-            connection.executemany(_PUT_FIELD, new)
+    def rounds(self) -> dict[int, int]:
+        """The rounds that have finished sessions, and how many."""
+        with self._database.read("listing") as connection:
+            return dict(connection.execute(_FINISHED, (_dropped(connection),)).fetchall())
 
-    def delete(self, round: int) -> None:
-        """Forget all sessions of a round and of those before it, and free their space for later ones."""
-        with self._database.write("delete") as connection:
-            raise_to = "UPDATE meta SET value = max(value, ?) WHERE name = 'deleted_round'"
-            connection.execute(raise_to, (min(max(round, -1), 2**63 - 1),))
-            watermark = watermark_of(connection)
-            connection.execute("DELETE FROM types WHERE round <= ?", (watermark,))
-            connection.execute("DELETE FROM blocks WHERE round <= ?", (watermark,))
-        while self._delete_some(watermark):
-            pass
+    def read(self, keys: Sequence[RowKey], fields: Collection[str] | None = None) -> list[dict[str, NDArray]]:
+        """The arrays of these rows; all are read in one snapshot."""
+        rows: list[dict[str, NDArray]] = []
+        with self._database.read(f"reading of {len(keys):,} rows") as connection:
+            dropped = _dropped(connection)
+            for part in _parts(keys):
+                ids = _find_rows(connection, part, dropped)
+                marks = ",".join("?" * len(ids))
+                query = f"SELECT id, value, digest FROM arrays WHERE id IN ({marks})"
+                found = {number: (value, digest) for number, value, digest in connection.execute(query, ids)}
+                for key, number in zip(part, ids, strict=True):
+                    if number not in found:
+                        raise StoreError(f"{key}: its arrays are gone; the file was altered: restore a copy of it")
+                    rows.append(decode_row(self.run, key, *found[number], fields))
+        return rows
 
-    def wait(self, round: int, sessions: Collection[tuple[str, int]], *, timeout: float) -> Sequence[SessionEntry]:
-        """The last attempt of each of these (prompt, session) pairs, once all are finished or failed."""
-        until, wanted = monotonic() + timeout, {(prompt, session) for prompt, session in sessions}
-        version = None
-        while wanted:
-            with self._database.errors("wait"):
-                connection = self._database.connection()
-                (changed,) = connection.execute("PRAGMA data_version").fetchone()  # of what others have put
-            if changed != version:
-                version = changed
-                states = self._last_states(round)
-                if all(states.get(pair) in ("finished", "failed") for pair in wanted):
-                    entries = last_attempts(self.list(round=round), wanted)
-                    if len(entries) == len(wanted) and all(entry.state != "running" for entry in entries):
-                        return entries
-            if monotonic() >= until:
-                raise not_final(round, wanted, self._last_states(round), timeout)
-            sleep(min(POLL_SECONDS, max(until - monotonic(), 0)))
-        return []
+    def drop(self, round: int) -> None:
+        """Delete a round and those before it."""
+        with self._database.write(f"drop of round {round}") as connection:
+            connection.execute("UPDATE meta SET value = max(value, ?) WHERE name = 'dropped_round'", (round,))
+        deleted = True
+        while deleted:
+            with self._database.write(f"drop of round {round}") as connection:
+                query = "SELECT id FROM log WHERE round <= ? LIMIT ?"
+                deleted = connection.execute(query, (_dropped(connection), SESSIONS_PER_DELETE)).fetchall()
+                ranges = [(i * MOST_TRAJECTORIES, (i + 1) * MOST_TRAJECTORIES) for (i,) in deleted]
+                connection.executemany("DELETE FROM arrays WHERE id >= ? AND id < ?", ranges)
+                connection.executemany("DELETE FROM log WHERE id = ?", deleted)
 
     def close(self) -> None:
-        """Let go of the file; what was put stays."""
+        """Close the file; what was appended stays."""
         self._database.close()
 
-    def _last_states(self, round: int) -> dict[tuple[str, int], str]:
-        with self._database.read("wait") as connection:
-            watermark = watermark_of(connection)
-            if round <= watermark:
-                raise round_deleted(f"round {round}", watermark)
-            return {(prompt, session): state for prompt, session, state, _ in connection.execute(_LAST, (round,))}
 
-    def _delete_some(self, watermark: int) -> bool:
-        """Take away some of the sessions that are hidden already; false when none are left."""
-        some = "SELECT id FROM sessions WHERE round <= ? LIMIT ?"
-        with self._database.write("delete") as connection:
-            ids = connection.execute(some, (watermark, SESSIONS_A_DELETE)).fetchall()
-            of_session = f"row_id BETWEEN ?1 * {MOST_ROWS} AND ?1 * {MOST_ROWS} + {MOST_ROWS - 1}"
-            connection.executemany(f"DELETE FROM fields WHERE {of_session}", ids)
-            connection.executemany(f"DELETE FROM row_values WHERE {of_session}", ids)
-            connection.executemany("DELETE FROM sessions WHERE id = ?", ids)
-        return bool(ids)
+def _find_rows(connection: Connection, keys: Sequence[RowKey], dropped: int) -> list[int]:
+    """The ids of rows, all of which must be there."""
+    values = [value for i, key in enumerate(keys) for value in (i, *key[:4])]
+    marks = ",".join(["(?,?,?,?,?)"] * len(keys))
+    found = {i: (number, num_rows) for i, number, num_rows in connection.execute(_FIND.format(marks), values)}
+    ids = []
+    for i, key in enumerate(keys):
+        if key.round <= dropped:
+            raise round_dropped(key, dropped)
+        number, num_rows = found.get(i, (0, 0))
+        if not 0 <= key.trajectory < num_rows:
+            raise row_missing(key, known=i in found)
+        ids.append(number * MOST_TRAJECTORIES + key.trajectory)
+    return ids
 
 
-def _put_words(keys: Sequence[tuple]) -> str:
-    return f"put of {SessionKey(*keys[0])}" if len(keys) == 1 else f"put of {len(keys):,} sessions"
+def _dropped(connection: Connection) -> int:
+    return _meta(connection, "dropped_round")  # pyright: ignore[reportReturnType]
+
+
+def _meta(connection: Connection, name: str) -> int | str:
+    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    if found is None:
+        raise StoreError(f"table meta has no {name}; the file was altered: restore a copy of it, or use another one")
+    return found[0]
+
+
+def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    yield from (items[start : start + KEYS_PER_STATEMENT] for start in range(0, len(items), KEYS_PER_STATEMENT))

@@ -1,14 +1,14 @@
 """The connections of a process to a SQLite store's file, and SQLite's errors as sentences.
 
-Invariants: one connection a thread and process, since SQLite's must not cross a fork; every read happens in one
-snapshot; every write begins by taking the write lock, so it waits at most `busy_timeout` and never half-way.
+Invariants: one connection per thread and process, because SQLite's must not cross a fork; every read happens in one
+snapshot; every write begins by taking the write lock, so it waits at most `busy_timeout`, and never half-way.
 
-A file that is opened for reading only is not written, whatever its permissions. Where its folder cannot be written
-either and nobody has left a log, SQLite is told that the file does not change; whether that held is looked at after
+A file that is opened for reading only is not written, whatever its permissions. If its folder cannot be written either
+and there is no log next to it, SQLite is told that the file does not change; whether that is true is checked after
 every read.
 
-The surprise: put is durable once it returns, but may still stand in `<file>-wal`. Copy a store after closing it, or
-with the shell's `.backup`.
+Note: what was appended is durable, but may still be in `<file>-wal`. Copy a store after closing it, or with the shell's
+`.backup`.
 """
 
 import os
@@ -20,11 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raggedright.store.protocol import StoreError
-from raggedright.store.sqlite_schema import PAGE_SIZE, SCHEMA, check_header, make
+from raggedright.store.sqlite_schema import PAGE_SIZE, SCHEMA, check_header, make_file
 
 WAL_BYTES = 64 * 2**20  # the log is written back to the file whenever it has grown by this
+OWN_BYTES = 2**18  # with less room than this, SQLite's own files do not fit, which it reports as other faults
 _READING = ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16384")
 _WRITING = (
+    "journal_mode = WAL",
     "synchronous = FULL",
     "trusted_schema = OFF",
     "cell_size_check = ON",
@@ -40,7 +42,7 @@ _DAMAGED = "the file is damaged; restore a copy, or move it away and run its rou
 class Database:
     """The connections of this process to one store's file."""
 
-    def __init__(self, path: Path, busy_timeout: float, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, run: str, busy_timeout: float, *, read_only: bool = False) -> None:
         self.path, self.busy_timeout, self.read_only = path, busy_timeout, read_only
         self._log = path.with_name(f"{path.name}-wal")
         self._resting: os.stat_result | None = None  # of a file that does not change
@@ -50,7 +52,7 @@ class Database:
         self._closed = False
         with self.errors("open"):
             if not path.exists() and not read_only:
-                make(path)
+                make_file(path, run)
             check_header(path)
             can_write = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
             if not can_write and not read_only:
@@ -93,7 +95,7 @@ class Database:
         return mine or self._connect()
 
     def close(self) -> None:
-        """Write the log back to the file, where nobody else is reading, and close all connections of this process."""
+        """Write the log back to the file, unless others are reading, and close all connections of this process."""
         if not self._closed and self._process == os.getpid():
             with self._lock, suppress(sqlite3.Error):  # what was put is durable in the log, too
                 for connection in () if self.read_only else self._connections.values():
@@ -115,9 +117,11 @@ class Database:
         except UnicodeDecodeError as error:  # SQLite quotes what it cannot read
             raise StoreError(f"{self.path}: {what} failed: {_DAMAGED}") from error
         except (OverflowError, UnicodeEncodeError) as error:
-            raise StoreError(f"{self.path}: {what} failed: no key or name in a store is like that ({error})") from error
+            raise StoreError(f"{self.path}: {what} failed: a key or name cannot be stored ({error})") from error
         except OSError as error:
-            raise StoreError(f"{self.path}: {what} failed: {error.strerror or error}; mend the path or disk") from error
+            raise StoreError(
+                f"{self.path}: {what} failed: {error.strerror or error}; check the path and the disk"
+            ) from error
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
@@ -162,12 +166,18 @@ class Database:
             then.st_size,
             then.st_ino,
         ) or self._has_log():
-            raise StoreError(f"{self.path}: somebody writes it, seen on a read-only file system; open the store again")
+            raise StoreError(
+                f"{self.path}: another process writes it, on a file system that is read-only here; open the store again"
+            )
 
     def _check_schema(self) -> None:
         found = self.connection().execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
         if {sql for (sql,) in found} != set(SCHEMA):
             raise StoreError(f"{self.path}: its tables are not a store's; the file was altered: use another path")
+        # An altered index would hide sessions, which their digests cannot show. Their arrays are not looked at.
+        (fault,) = self.connection().execute("PRAGMA integrity_check(log)").fetchone()
+        if fault != "ok":
+            raise StoreError(f"{self.path}: {' '.join(fault.split()):.100}: {_DAMAGED}")
 
     def _sentence(self, error: sqlite3.Error) -> str:
         code = getattr(error, "sqlite_errorcode", None)
@@ -176,18 +186,19 @@ class Database:
             f"{error} ({getattr(error, 'sqlite_errorname', '')})",
         )
         if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return f"others kept the file locked for {self.busy_timeout:g} s; end them, or raise busy_timeout"
-        if primary == sqlite3.SQLITE_FULL:
-            free = shutil.disk_usage(self.path.parent).free
-            return f"the disk is full, {free:,} bytes are free; make room or delete rounds, then repeat it"
+            return f"other processes kept the file locked for {self.busy_timeout:g} s; end them, or raise busy_timeout"
+        free = shutil.disk_usage(self.path.parent).free
+        looks_damaged = primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT)
+        if primary == sqlite3.SQLITE_FULL or (looks_damaged and free < OWN_BYTES):
+            return f"the disk is full, {free:,} bytes are free; make room, then run the same command again"
         if primary == sqlite3.SQLITE_READONLY:
             return "the file cannot be written; mount its file system for writing, or set the file's permissions"
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return f"{said}: {_DAMAGED}"
         if primary == sqlite3.SQLITE_CANTOPEN and self.read_only:
-            return f"{said}: {self._log.name} beside it has what was put last; copy both to where you can write"
+            return f"{said}: {self._log.name} next to it has what was appended last; copy both to another folder"
         if primary == sqlite3.SQLITE_CANTOPEN:
-            return f"{said}: the file, or {self._log.name} beside it, cannot be opened for writing; see permissions"
+            return f"{said}: the file or {self._log.name} cannot be opened for writing; check their permissions"
         if primary == sqlite3.SQLITE_IOERR:
             return f"{said}: the disk reports an error; see the system's log, then open the store again"
         return f"{said}; open the store again"

@@ -1,4 +1,4 @@
-"""From planned rows to model inputs and weighted sums; needs torch (`pip install 'raggedright[train]'`)."""
+"""From planned rows to model inputs and weighted sums; needs torch (the extra `train`)."""
 
 from raggedright.ragged import Ragged
 from raggedright.tensors.batch import TensorBatch

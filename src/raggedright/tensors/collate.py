@@ -12,8 +12,10 @@ harmless; a micro-batch without images in a batch with images takes along a fill
 sharded ranks all run the vision tower; a micro-batch without a row (align lcm) takes the filler row alone.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +25,20 @@ from raggedright.arrays import Bools, Ints, within
 from raggedright.errors import RowsError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
+from raggedright.tensors.kinds import check_token_id
 from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.routing import NOT_ROUTED
 from raggedright.tensors.row_tokens import RowTokens, tensor_of
 from raggedright.tensors.schema import Fields
 from raggedright.tensors.tree import PrefixTrees
+
+
+class TokenAt(NamedTuple):
+    """A token id, and where it is from."""
+
+    id: int
+    row: str  # "row <key>"
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,9 @@ class MicroBatch:
     fields: Mapping[str, Tensor]  # per response token, [N]
     routing: Tensor | None  # recorded experts, as input_ids + [layers, topk]; -1 where none was recorded
     response_tokens: tuple[int, ...]  # of each row
+    longest_row: int  # its tokens
+    token_id: int  # that fills rows up
+    extremes: tuple[TokenAt, TokenAt]  # the lowest and the highest id, known without asking the device
     real: Tensor | None = None  # with routing: where real rows' tokens are, as input_ids
 
     @property
@@ -89,6 +103,9 @@ class Collator:
     even_tokens: int = 4_096
     image_filler: Fields | None = None
 
+    def __post_init__(self) -> None:
+        check_token_id(self.token_id)
+
     def __call__(
         self,
         rows: Rows,
@@ -127,9 +144,10 @@ class Collator:
             routing = real = None
         else:
             lengths = np.maximum(sizes, self.min_row_tokens)
-            inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers])
-            logit_index = np.repeat(self._starts(lengths)[: len(at)] + prompt - 1, response) + of_response
-            routing, real = self._routing(is_padding, fields, lengths, inputs["input_ids"].shape)
+            starts, shape = self._places(sizes, lengths, len(at))
+            inputs = self._inputs(flat, sizes, lengths, [*fields, *fillers], starts, shape)
+            logit_index = np.repeat(starts[: len(at)] + prompt - 1, response) + of_response
+            routing, real = self._routing(is_padding, fields, starts, inputs["input_ids"].shape)
         mean = np.where(is_padding, 0.0, 1 / max(step_loss_tokens, 1))
         mask = tokens.responses(tokens.mask_name, at)
         return MicroBatch(
@@ -140,32 +158,59 @@ class Collator:
             fields={name: tokens.responses(name, at) for name in names},
             routing=routing,
             response_tokens=tuple(response.tolist()),
+            longest_row=int(sizes.max()),
+            token_id=self.token_id,
+            extremes=_extremes(flat, sizes, rows.key[at]),
             real=real,
         )
+
+    def filler_tokens(self, most: int) -> int:
+        """The most tokens that an image filler adds to a micro-batch, which has at most `most` with it.
+
+        A filler of f tokens adds f x R to a rectangle of R rows (behind the end of one), or a row of its length L,
+        what is less: at most the square root of f x R x L. No row may be shorter than the filler (min_row_tokens).
+        """
+        if self.image_filler is None:
+            return 0
+        size = max(len(tensor_of(self.image_filler, "input_ids")), self.min_row_tokens)
+        return size if self.how != "padded" else math.isqrt(size * most) + 1
 
     def _fillers(self, fields: Sequence[Fields], num_rows: int) -> list[Fields]:
         if self.image_filler is None:
             return [] if num_rows else [{"input_ids": torch.full((self.min_row_tokens,), self.token_id)}]
         return [] if any(row.get("multi_modal_inputs") for row in fields) else [self.image_filler]
 
-    def _starts(self, lengths: Ints) -> Ints:
-        """Where each row begins in the flattened input_ids."""
-        if self.how == "padded":
-            return np.arange(len(lengths)) * lengths.max()
-        return np.cumsum(lengths) - lengths
+    def _places(self, sizes: Ints, lengths: Ints, num_rows: int) -> tuple[Ints, tuple[int, int]]:
+        """Where each row begins in the flattened input_ids, and the shape of these.
 
-    def _inputs(self, flat: Tensor, sizes: Ints, lengths: Ints, fields: Sequence[Fields]) -> dict[str, Tensor]:
-        longest = int(lengths.max())
-        shape = (len(lengths), longest) if self.how == "padded" else (1, int(lengths.sum()))
+        In a rectangle, a filler is behind the end of the shortest row, masked, or a row of its own: what is smaller.
+        """
+        if self.how == "packed":
+            return np.cumsum(lengths) - lengths, (1, int(lengths.sum()))
+        longest, rows = int(lengths.max()), lengths[:num_rows]
+        if num_rows and len(lengths) > num_rows:
+            shortest = int(rows.argmin())
+            wide = max(int(rows.max()), int(rows[shortest] + sizes[-1]))
+            if num_rows * wide <= len(lengths) * longest:
+                return np.append(np.arange(num_rows) * wide, shortest * wide + rows[shortest]), (num_rows, wide)
+        return np.arange(len(lengths)) * longest, (len(lengths), longest)
+
+    def _inputs(
+        self, flat: Tensor, sizes: Ints, lengths: Ints, fields: Sequence[Fields], starts: Ints, shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
         ids = torch.full(shape, self.token_id)
-        ids.view(-1)[torch.from_numpy(np.repeat(self._starts(lengths), sizes) + within(sizes))] = flat
+        ids.view(-1)[torch.from_numpy(np.repeat(starts, sizes) + within(sizes))] = flat
         inputs = {"input_ids": ids}
+        rows = slice(shape[0] if self.how == "padded" else None)  # without a filler behind the end of one of them
         if self.how == "padded":
-            inputs["attention_mask"] = (torch.arange(longest) < torch.from_numpy(lengths)[:, None]).long()
+            inputs["attention_mask"] = (torch.arange(shape[1]) < torch.from_numpy(lengths[rows])[:, None]).long()
         if self.mrope or any(_has_axes(row) for row in fields):
-            inputs["position_ids"] = self._axes(sizes.tolist(), fields, lengths.tolist())
+            fields_of_rows = fields[: len(fields) - len(lengths) + len(lengths[rows])]
+            inputs["position_ids"] = self._axes(
+                sizes[rows].tolist(), fields_of_rows, lengths[rows].tolist(), longest=shape[1]
+            )
         elif self.how == "padded":
-            inputs["position_ids"] = torch.arange(longest) * inputs["attention_mask"]
+            inputs["position_ids"] = torch.arange(shape[1]) * inputs["attention_mask"]
         else:
             inputs["position_ids"] = torch.from_numpy(within(lengths))[None]
         return inputs | _media(fields)
@@ -182,13 +227,12 @@ class Collator:
         }
         return inputs, trees.place
 
-    def _axes(self, sizes: list[int], fields: Sequence[Fields], lengths: list[int]) -> Tensor:
+    def _axes(self, sizes: list[int], fields: Sequence[Fields], lengths: list[int], *, longest: int) -> Tensor:
         """Positions with axes, [axes, rows, tokens]."""
         fields = [*({} for _ in range(len(sizes) - len(fields))), *fields]  # rows that carry none come first
         positions = [self._positions(size, row, n) for size, row, n in zip(sizes, fields, lengths, strict=True)]
         if self.how == "packed":
             return torch.cat(positions, dim=-1).unsqueeze(-2)
-        longest = max(lengths)
         return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in positions], dim=-2)
 
     def _positions(self, size: int, fields: Fields, length: int) -> Tensor:
@@ -202,7 +246,7 @@ class Collator:
         return torch.cat((text[None], axes))
 
     def _routing(
-        self, is_padding: Bools, fields: Sequence[Fields], lengths: Ints, shape: torch.Size
+        self, is_padding: Bools, fields: Sequence[Fields], starts: Ints, shape: torch.Size
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Recorded experts, and where real rows' tokens are."""
         given = [
@@ -210,7 +254,7 @@ class Collator:
         ]
         if not given:
             return None, None
-        starts, at = self._starts(lengths), np.array([i for i, _ in given])
+        at = np.array([i for i, _ in given])
         sizes = _sizes([experts for _, experts in given])
         place = torch.from_numpy(np.repeat(starts[at], sizes) + within(sizes))
         experts = torch.cat([experts for _, experts in given])
@@ -219,6 +263,18 @@ class Collator:
         real = torch.zeros(shape.numel(), dtype=torch.bool)
         real[place] = torch.from_numpy(np.repeat(~is_padding[at], sizes))
         return routing.view(*shape, *experts.shape[1:]), real.view(shape)
+
+
+def _extremes(flat: Tensor, sizes: Ints, keys: np.ndarray) -> tuple[TokenAt, TokenAt]:
+    """The lowest and the highest token id of rows that stand one after another; rows without a key are fillers."""
+    ids, ends = flat.numpy(), np.cumsum(sizes)
+
+    def token_at(place: int) -> TokenAt:
+        row = int(np.searchsorted(ends, place, side="right"))
+        name = f"row {keys[row]}" if row < len(keys) else "the image_filler"
+        return TokenAt(int(ids[place]), name, int(place - ends[row] + sizes[row]))
+
+    return token_at(int(ids.argmin())), token_at(int(ids.argmax()))
 
 
 def _refuse_tree(keys: Sequence[str], fields: Sequence[Fields]) -> None:

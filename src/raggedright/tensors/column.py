@@ -160,6 +160,18 @@ def check_finite(column: Column, dim: int) -> None:
                 raise column.error(i, f"is {worst} at token {token:,}; values by token are finite")
 
 
+def check_ids(column: Column) -> None:
+    """Token ids are 0 or more; that they are in the vocabulary is checked with the model, in `forward`."""
+    for start, end, flat in _chunks(column):
+        if int(flat.min()) >= 0:
+            continue
+        for i in range(start, end):
+            ids = column.tensors[i].flatten()
+            if (ids < 0).any():
+                token = int((ids < 0).int().argmax())
+                raise column.error(i, f"has id {int(ids[token]):,} at token {token:,}; token ids are 0 or more")
+
+
 def check_loss_mask(column: Column) -> None:
     """A loss mask is 0 or 1, and marks as many tokens as its row has loss tokens."""
     loss_tokens = column.rows.loss_tokens[column.at]

@@ -10,9 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raggedright.errors import ConfigError
+from raggedright.errors import ConfigError, RowsError
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.media import placeholder_ids
+
+TEMPERATURES = "rollout_temperatures"
+"""The field of rows that has the temperature of each response token, where it is not the same for all of a run."""
+
+
+def temperature_of(micro: MicroBatch, plain: float) -> Tensor | float:
+    """The temperature of each response token: the rows' own where they have one, else `plain` (padding has 0)."""
+    own = micro.fields.get(TEMPERATURES)
+    return plain if own is None else torch.where(own > 0, own, plain)
 
 
 class TokenOutputs(NamedTuple):
@@ -23,10 +32,11 @@ class TokenOutputs(NamedTuple):
 
 
 def forward_log_probs(
-    model: nn.Module, micro: MicroBatch, *, temperature: float = 1.0, entropy_graph: bool = True
+    model: nn.Module, micro: MicroBatch, *, temperature: Tensor | float = 1.0, entropy_graph: bool = True
 ) -> TokenOutputs:
     """Log-probability of each response token, and the entropy of the distribution it came from.
 
+    `temperature` is one number, or one for each response token.
     Without `entropy_graph` the entropy has no gradient, for a loss that only reports it.
     """
     log_probs = _distributions(model, micro, temperature)
@@ -35,17 +45,19 @@ def forward_log_probs(
     return TokenOutputs(_chosen(log_probs, micro), entropy)
 
 
-def forward_chosen(model: nn.Module, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+def forward_chosen(model: nn.Module, micro: MicroBatch, *, temperature: Tensor | float = 1.0) -> Tensor:
     """The log-probabilities alone."""
     return _chosen(_distributions(model, micro, temperature), micro)
 
 
-def _distributions(model: nn.Module, micro: MicroBatch, temperature: float) -> Tensor:
+def _distributions(model: nn.Module, micro: MicroBatch, temperature: Tensor | float) -> Tensor:
     """Log-probabilities of all tokens at each response token: [N, tokens]."""
-    logits = _outputs(model, micro)
-    if temperature != 1:
+    logits = forward_outputs(model, micro)
+    if not isinstance(temperature, Tensor) and temperature != 1:
         logits = logits / temperature
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature.to(logits.dtype)[:, None]
     if never := placeholder_ids(getattr(model, "config", None)):
         # Not -inf: the entropy would multiply it by zero.
         least = torch.finfo(logits.dtype).min / 2
@@ -59,32 +71,71 @@ def _chosen(log_probs: Tensor, micro: MicroBatch) -> Tensor:
 
 def forward_values(model: nn.Module, micro: MicroBatch) -> Tensor:
     """The critic's value before each response token; the model has one output per token."""
-    values = _outputs(model, micro)
+    values = forward_outputs(model, micro)
     return values.to(torch.promote_types(values.dtype, torch.float32)).squeeze(-1)
 
 
-def _outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
+def forward_outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
     """The model's outputs at the places that predict response tokens: [N, outputs]."""
     if micro.is_tree:
-        _check_tree(model)
+        check_tree(model, micro.longest_row)
+    _check_ids(model, micro)
     if micro.one_sequence and "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**micro.inputs, use_cache=False, logits_to_keep=micro.logit_index).logits[0]
     logits = model(**micro.inputs, use_cache=False).logits.flatten(0, 1)
     return logits.index_select(0, micro.logit_index)  # rows of a tree share places, and [] is slow to add those up
 
 
-def _check_tree(model: nn.Module) -> None:
-    """Refuse a model that would take a tree's mask for something else, without a word."""
+def _check_ids(model: nn.Module, micro: MicroBatch) -> None:
+    """Refuse ids that the model has no embedding for, by numbers from the CPU: on a GPU a lookup fails later."""
+    size = vocabulary_size(model)
+    if size is None:
+        return
+    if micro.token_id >= size:
+        raise ConfigError(
+            f"token_id, with which the Collator fills rows up, is {micro.token_id:,} and the model's vocabulary has "
+            f"{size:,} ids, counted from 0; give it one of these, such as padding_token_id(tokenizer)"
+        )
+    for token in micro.extremes:
+        if not 0 <= token.id < size:
+            raise RowsError(
+                f"{token.row}: field input_ids has id {token.id:,} at token {token.token:,} and the model's vocabulary "
+                f"has {size:,} ids, counted from 0; is the row from the tokenizer of another model?"
+            )
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids a model has embeddings for; None where it does not say."""
+    model = getattr(model, "module", model)  # of a wrapper such as DistributedDataParallel
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
+
+
+def check_tree(model: nn.Module, row_tokens: int | None, key: str = "model") -> None:
+    """Refuse a model that would take a tree's mask for something else without a word, with rows of so many tokens.
+
+    transformers takes the mask as it is in layers with a sliding window too, so that rows must not be longer than it.
+    """
     config: Any = getattr(model, "config", None)
     if config is None:  # no model of transformers: what it takes is its author's business
         return
     attention, text = config._attn_implementation, config.get_text_config(decoder=True)
     if attention != "sdpa":
-        raise ConfigError(f"collate is tree and the model's attention is {attention}; a tree takes sdpa: set it")
-    kinds = getattr(text, "layer_types", None) or (["sliding_window"] if getattr(text, "sliding_window", None) else [])
-    others = sorted({*kinds} - {"full_attention"})
-    if others:
         raise ConfigError(
-            f"collate is tree, and model type {text.model_type!r} has layers that do not see all that came before "
-            f"({', '.join(others)}); set collate to packed or padded"
+            f"{key}: collate is tree and the model's attention is {attention}; a tree takes sdpa: set model.attention "
+            "to 'sdpa', or collate to packed or padded"
+        )
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or (["sliding_attention"] if window else [])
+    others = sorted({*kinds} - {"full_attention"})
+    most = window if others == ["sliding_attention"] and window else 0
+    if others and (row_tokens is None or row_tokens > most):
+        layers = (
+            f"layers that do not see all that came before ({', '.join(others)}{f' of {most:,} tokens' * bool(most)})"
+        )
+        rows = "rows of any length" if row_tokens is None else f"rows of up to {row_tokens:,} tokens"
+        remedy = f", or rollout.max_row_tokens to {most} or less" if most else ""
+        raise ConfigError(
+            f"{key}: collate is tree, with {rows}, and model type {text.model_type!r} has {layers}; set collate to "
+            f"packed or padded{remedy}"
         )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from raggedright.arrays import ROUNDING
 from raggedright.errors import RowsError
 
 _EPS = 1e-8
@@ -50,11 +51,16 @@ def whiten(advantages: Sequence[Tensor], mask: Sequence[Tensor]) -> list[Tensor]
     _check_lengths(advantages=advantages, mask=mask)
     kept = [a.double()[m.bool()] for a, m in zip(advantages, mask, strict=True)]
     num_tokens = sum(len(row) for row in kept)
-    mean = math.fsum(row.sum().item() for row in kept) / max(num_tokens, 1)
-    variance = math.fsum((row - mean).square().sum().item() for row in kept) / max(num_tokens - 1, 1)
-    scale = 1.0 / math.sqrt(variance + _EPS)
+    ends = [end.item() for row in kept if len(row) for end in row.aminmax()]
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    down = 2.0 ** -max(0, math.frexp(max(-low, high))[1])  # exact, and keeps squares finite
+    mean = math.fsum((row * down).sum().item() for row in kept) / max(num_tokens, 1)
+    variance = math.fsum((row * down - mean).square().sum().item() for row in kept) / max(num_tokens - 1, 1)
+    std = math.sqrt(variance + _EPS * down * down)
+    equal = high * down - low * down <= ROUNDING * down * max(-low, high)
+    scale = 0.0 if equal else 1.0 / std
     return [
-        torch.where(m.bool(), (a.double() - mean) * scale, 0.0).to(a.dtype)
+        torch.where(m.bool(), (a.double() * down - mean) * scale, 0.0).to(a.dtype)
         for a, m in zip(advantages, mask, strict=True)
     ]
 

@@ -49,7 +49,8 @@ FIRST_OR_LAST = (Kind.RESPONSE, Kind.PROMPT, Kind.SEQUENCE)  # the shapes say wh
 _NAMES: dict[Kind, str] = {
     Kind.PROMPT: "prompts",
     Kind.RESPONSE: "responses response_mask loss_mask rm_scores token_level_scores token_level_rewards "
-    "rollout_log_probs old_log_probs ref_log_prob ref_log_probs values advantages returns entropys rollout_is_weights",
+    "rollout_log_probs rollout_temperatures old_log_probs ref_log_prob ref_log_probs values advantages returns "
+    "entropys rollout_is_weights",
     Kind.SEQUENCE: "input_ids attention_mask token_type_ids mm_token_type_ids teacher_ids teacher_logprobs",
     Kind.POSITIONS: "position_ids",
     Kind.ROUTING: "routed_experts",
@@ -62,6 +63,20 @@ _NAMES: dict[Kind, str] = {
 WELL_KNOWN: Mapping[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 TOKEN_IDS = ("input_ids", "prompts", "responses", "teacher_ids")
 LOSS_MASKS = ("response_mask", "loss_mask")
+VECTORS = frozenset({
+    *LOSS_MASKS, "input_ids", "prompts", "responses", "attention_mask", "rollout_log_probs", "old_log_probs",
+    "ref_log_prob", "ref_log_probs", "values", "advantages", "returns", "rollout_is_weights",
+})  # fmt: skip
+"""Fields with one number per token, which losses take as they are."""
+
+
+def check_token_id(token_id: object) -> None:
+    """Refuse what cannot be the id of a padding token."""
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+        raise ConfigError(
+            f"token_id is {token_id!r:.40}; it takes a token id of the vocabulary, 0 or more, "
+            "such as padding_token_id(tokenizer)"
+        )
 
 
 def declared_kind(name: str, kind: str) -> Kind:

@@ -1,49 +1,324 @@
-"""Whether a model keeps the rows of a pack or a tree apart: found out by two passes; families differ and none says so.
+"""Whether a model gives a row the same outputs in any micro-batch: measured before a run, because no model says so.
 
-Most models of transformers see from the positions where a row begins. One that does not lets a row read those before
-it: no error, and log-probs that are wrong by nats.
+Three things are checked, on two random rows that are longer than the windows and kernels in the model's config:
+
+- No output of a row depends on another row, or on a later token of its own row: the gradient with respect to the
+  input embeddings is exactly zero there. This holds at any scale of the weights; weights that are all zero hide a
+  dependence, so they are filled with noise for the check.
+- The outputs of a row in a micro-batch equal those of the row alone, up to rounding. This finds positions that do not
+  restart at each row, and choices without a gradient. It is measured in float32, because the rounding of bfloat16 is as
+  large as some of these; only flash attention, which has no float32, is measured in the run's type.
+- Rotary embeddings whose frequencies follow the longest row of a micro-batch (longrope, dynamic NTK), and attention in
+  chunks counted from the start of a pack, are known from the config; they are right while rows and packs are short.
 """
 
-from dataclasses import replace
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raggedright.errors import ConfigError
+from raggedright.plan.layout import DEFAULT_TOKENS
 from raggedright.rows import Rows
-from raggedright.tensors.collate import Collator
-from raggedright.tensors.forward import forward_log_probs
+from raggedright.tensors.collate import Collator, MicroBatch
+from raggedright.tensors.forward import check_tree, forward_outputs
+from raggedright.tensors.media import placeholder_ids
 
-_ROW_TOKENS = 6
-_TOLERANCE = 1e-2  # a sum of another order is far below it, another row's tokens far above
+# Names of lengths in the configs of transformers, and of what begins alike and is none.
+_LENGTH = re.compile(r"window|local_attention|chunk_(size|length)|block_size|index_topk|conv|kernel")
+_NO_LENGTH = re.compile(r"feed_forward|audio|image|vision|layers|pattern|bias|dtype|multiple")
+_LEAST_TOKENS = 12
+# Of the outputs' spread. Measured over all families in docs/models.md: rounding is at most 1e-6 in float32 and 5e-2 in
+# bfloat16 (a router's choice), and a dependence that has no gradient 2e-2 or more.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def check_packs(model: nn.Module, collator: Collator) -> None:
-    """A ConfigError if what stands in front of a row in a pack or a tree changes its log-probs."""
-    if collator.how == "padded":
-        return
-    collator = replace(collator, even_tokens=10**9)  # so that a tree is one
-    rows = Rows.from_columns(
-        prompt=["before", "behind"],
-        session=[0, 0],
-        trajectory=[0, 0],
-        prompt_tokens=[1, 1],
-        response_tokens=[_ROW_TOKENS - 1] * 2,
-    )
-    mask = torch.ones(_ROW_TOKENS - 1, dtype=torch.long)
-    behind = {"input_ids": torch.arange(_ROW_TOKENS) % 2, "response_mask": mask}
-    found = []
-    for token in (0, 1):
-        before = {"input_ids": torch.full((_ROW_TOKENS,), token), "response_mask": mask}
-        micro = collator(rows, [before, behind], weight=np.zeros(2), step_loss_tokens=1)
-        with torch.no_grad():
-            micro = micro.to(next(model.parameters()).device)
-            found.append(micro.per_row(forward_log_probs(model, micro).log_probs)[1])
-    drift = float((found[0] - found[1]).abs().max())
-    if drift > _TOLERANCE:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """What the outputs of a row depend on besides the row up to there; all zero, but for rounding, in a sound model."""
+
+    others: float  # largest gradient at tokens of the other row, over the largest at the row's own
+    later: float  # the same at later tokens of the row
+    drift: float  # difference to the outputs of the row alone, over their spread
+
+
+def check_packs(
+    model: nn.Module,
+    collator: Collator,
+    *,
+    row_tokens: int | None = None,
+    micro_batch_tokens: int | None = None,
+    key: str = "model",
+) -> None:
+    """A ConfigError if a row's outputs depend on the micro-batch it is in.
+
+    `row_tokens` and `micro_batch_tokens` are the most that a row and a micro-batch may have (without a limit if not
+    given), `key` is the config section that the model comes from.
+    """
+    if row_tokens is not None:
+        row_tokens = max(row_tokens, collator.min_row_tokens)
+    name = f"{key}: model type {_model_type(model)!r}"
+    _check_rope(model, row_tokens, name)
+    if collator.how == "packed":
+        _check_chunks(model, micro_batch_tokens, name)
+    if collator.how == "tree":
+        check_tree(model, row_tokens, key)
+    lengths = probe_lengths(model, collator, row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens)
+    _check_probe(model, collator, lengths, name)
+
+
+def _check_probe(model: nn.Module, collator: Collator, lengths: tuple[int, int], name: str) -> None:
+    with _in_float32(model):
+        dtype = _compute_dtype(model)
+        try:
+            found = measure(model, collator, lengths)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # of the model's own code
+            remedy = "set model.dtype = 'float32'" if dtype is torch.float64 else "use another model"
+            raise ConfigError(
+                f"{name} does not run on two rows of {lengths[0]:,} and {lengths[1]:,} tokens in {dtype} "
+                f"({type(error).__name__}: {' '.join(str(error).split()):.200}); {remedy}"
+            ) from error
+    tolerance = _TOLERANCE[dtype]
+    if found.later > 0:
         raise ConfigError(
-            f"train.collate is {collator.how} and model type {kind!r} does not keep its rows apart (log-probs of a "
-            f"row change by {drift:.2g} with the row before it); set train.collate = 'padded'"
+            f"{name} is not causal: the output at a token depends on later tokens (a gradient of {found.later:.2g} "
+            "where it must be 0), so a row has no log-probs that were sampled; use a causal model, or set is_decoder = "
+            "true in its config.json if the family has it"
         )
+    if found.others == 0 and found.drift <= tolerance:
+        return
+    if collator.how == "padded":
+        raise ConfigError(
+            f"{name} gives a row other outputs in a micro-batch than alone (by {found.drift:.2g} of their spread; "
+            f"rounding stays below {tolerance:.0e}), and no collation avoids it; use another model"
+        )
+    _check_probe(model, replace(collator, how="padded"), lengths, name)  # the remedy has to be one
+    raise ConfigError(
+        f"{name} does not keep its rows apart when train.collate is {collator.how} (outputs of a row differ from "
+        f"those of the row alone by {found.drift:.2g} of their spread, and another row's tokens have a gradient of "
+        f"{found.others:.2g} on them); set train.collate = 'padded'"
+    )
+
+
+def measure(model: nn.Module, collator: Collator, lengths: tuple[int, int]) -> Dependence:
+    """What two random rows of these lengths depend on in one micro-batch."""
+    collator = replace(collator, even_tokens=10**9)  # so that a tree is one
+    ids = _random_rows(model, lengths)
+    device = next(model.parameters()).device
+    with _zeros_filled(model):
+        micro = _collate(collator, ids).to(device)
+        with torch.enable_grad(), _embeddings(model) as leaves:
+            outputs = forward_outputs(model, micro)
+        alone = []
+        with torch.no_grad():
+            for row in ids:
+                alone.append(forward_outputs(model, _collate(replace(collator, how="padded"), [row]).to(device)))
+        others, later = _gradients(micro, outputs, leaves)
+    return Dependence(others, later, _drift(micro.per_row(outputs.detach()), alone))
+
+
+def _gradients(micro: MicroBatch, outputs: Tensor, leaves: list[Tensor]) -> tuple[float, float]:
+    """The largest gradient at other rows' tokens and at later ones, over the largest of all.
+
+    Rows have one prompt token, so that `logit_index` says where the tokens of a row are.
+    """
+    tokens = micro.inputs["input_ids"].numel()
+    leaves = [leaf for leaf in leaves if leaf.shape[:-1].numel() == tokens]
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.randn(outputs.shape, generator=generator).to(outputs)
+    others = later = 0.0
+    places = micro.per_row(micro.logit_index)
+    for place, ours, factor in zip(places, micro.per_row(outputs), micro.per_row(factors), strict=True):
+        row = torch.zeros(tokens, dtype=torch.bool, device=outputs.device)
+        row[place] = True
+        for part in {len(place), (len(place) + 1) // 2}:
+            total = (ours[:part] * factor[:part]).sum()
+            for gradient in torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True) if leaves else ():
+                if gradient is None:
+                    continue
+                size = gradient.flatten(0, -2).abs().amax(-1)
+                seen, largest = row.clone(), float(size.max()) or 1.0
+                seen[place[part:]] = False
+                others = max(others, float((size * ~row).max()) / largest)
+                later = max(later, float((size * (row & ~seen)).max()) / largest)
+    return others, later
+
+
+def _drift(together: tuple[Tensor, ...], alone: list[Tensor]) -> float:
+    """Root mean square of the difference in a row over that of the outputs without their mean: the larger of both."""
+    every = torch.cat(alone).double()
+    spread = float((every - every.mean(0)).square().mean().sqrt()) or 1.0
+    apart = [(ours.double() - row.double()).square().mean().sqrt() for ours, row in zip(together, alone, strict=True)]
+    return max(float(part) for part in apart) / spread
+
+
+def probe_lengths(
+    model: nn.Module, collator: Collator, *, row_tokens: int | None = None, micro_batch_tokens: int | None = None
+) -> tuple[int, int]:
+    """Two lengths: more than twice any in the model's config, as far as rows and micro-batches can be so long.
+
+    A length that both rows together do not reach is left out: longer rows would take time and show nothing of it.
+    """
+    text = _text_config(model)
+    whole = micro_batch_tokens or DEFAULT_TOKENS
+    half = whole // 2 if collator.how == "padded" else 3 * whole // 5 - 1  # of which the other is two thirds, and one
+    limits = (row_tokens, getattr(text, "max_position_embeddings", None), half)
+    most = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
+    both = most + (2 * most // 3 + 1 if collator.how != "padded" else 0)
+    long = max(3, min(max(_LEAST_TOKENS, 2 * longest_length(text, below=both) + 5), most))
+    return max(2, min(2 * long // 3 + 1, most)), long
+
+
+def longest_length(config: object, *, below: float = inf) -> int:
+    """The largest of the windows, chunks, blocks and kernels below a limit that a config names; 0 if it names none."""
+    values = {**vars(config)} if config is not None else {}
+    named = (value for name, value in values.items() if _LENGTH.search(name) and not _NO_LENGTH.search(name))
+    lengths = (value for value in named if isinstance(value, int) and not isinstance(value, bool))
+    return max((length for length in lengths if length < below), default=0)
+
+
+def _check_rope(model: nn.Module, row_tokens: int | None, name: str) -> None:
+    """Refuse rows that reach the length at which frequencies begin to follow the longest row of a micro-batch."""
+    for kind, limit in rope_limits(model):
+        if row_tokens is None or row_tokens > limit:
+            most = "rows have no limit" if row_tokens is None else f"rows may have {row_tokens:,} tokens"
+            raise ConfigError(
+                f"{name} has rope type {kind!r}, whose frequencies depend on the longest row of a micro-batch when it "
+                f"has more than {limit:,} tokens, and {most}; set rollout.max_row_tokens = {limit} or less"
+            )
+
+
+def rope_limits(model: nn.Module) -> list[tuple[str, int]]:
+    """Rope types that look at the longest row, each with the length up to which they do not."""
+    found = set()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        config: Any = getattr(module, "config", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if not isinstance(kind, str):
+                continue
+            if kind == "longrope":
+                parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
+                found.add((kind, int(parameters["original_max_position_embeddings"])))
+            elif "dynamic" in kind:
+                found.add((kind, int(config.max_position_embeddings)))
+    return sorted(found)
+
+
+def _check_chunks(model: nn.Module, micro_batch_tokens: int | None, name: str) -> None:
+    """Refuse packs longer than a chunk: transformers counts chunks from the start of the pack, not of the row."""
+    text = _text_config(model)
+    chunk = getattr(text, "attention_chunk_size", None)
+    kinds = getattr(text, "layer_types", None) or ["chunked_attention"]
+    if not chunk or "chunked_attention" not in kinds:
+        return
+    if micro_batch_tokens is None or micro_batch_tokens > chunk:
+        most = "have no limit" if micro_batch_tokens is None else f"may have {micro_batch_tokens:,} tokens"
+        raise ConfigError(
+            f"{name} attends in chunks of {chunk:,} tokens, counted from the start of a pack, and packs {most}; set "
+            f"train.collate = 'padded', or train.micro_batch_tokens = {chunk} or less"
+        )
+
+
+def _random_rows(model: nn.Module, lengths: tuple[int, int]) -> list[Tensor]:
+    """Rows that share two tokens, as branches of a tree do, and differ after them."""
+    text = _text_config(model)
+    size = int(getattr(text, "vocab_size", 2))
+    never = placeholder_ids(getattr(model, "config", None))
+    known = torch.tensor([token for token in range(min(size, 10_000)) if token not in never])
+    generator = torch.Generator().manual_seed(0)
+    short, long = (known[torch.randint(len(known), (n,), generator=generator)] for n in lengths)
+    long[:2] = short[:2]
+    if len(short) > 2 and bool(short[2] == long[2]):
+        long[2] = known[known != short[2]][0]
+    return [short, long]
+
+
+def _collate(collator: Collator, ids: list[Tensor]) -> MicroBatch:
+    sizes = [len(row) for row in ids]
+    rows = Rows.from_columns(
+        prompt=[f"p{i}" for i in range(len(ids))],
+        session=[0] * len(ids),
+        trajectory=[0] * len(ids),
+        prompt_tokens=[1] * len(ids),
+        response_tokens=[size - 1 for size in sizes],
+    )
+    fields = [{"input_ids": row, "response_mask": torch.ones(len(row) - 1, dtype=torch.long)} for row in ids]
+    return collator(rows, fields, weight=np.zeros(len(ids)), step_loss_tokens=1)
+
+
+@contextmanager
+def _embeddings(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The input embeddings of the passes inside, as leaves of the graph."""
+    leaves: list[Tensor] = []
+
+    def as_leaf(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1].clone()  # some models write into their embeddings
+
+    get: Any = getattr(model, "get_input_embeddings", None)
+    hook = get().register_forward_hook(as_leaf) if get is not None else None
+    try:
+        yield leaves
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def _zeros_filled(model: nn.Module) -> Iterator[None]:
+    """Noise in parameters that are all zero, such as a new head or gate."""
+    zeros = [parameter for parameter in model.parameters() if not parameter.any()]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in zeros:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.zero_()
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Half types, of weights or by autocast, are float32 inside; not with flash attention, which has none."""
+    if "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", "")):
+        yield
+        return
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in tensors]
+    try:
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(torch.promote_types(dtype, torch.float32))
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            yield
+    finally:
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    """The type that matrix products are in here."""
+    parameter = next(model.parameters())
+    if torch.is_autocast_enabled(parameter.device.type):
+        return torch.get_autocast_dtype(parameter.device.type)
+    return parameter.dtype
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _model_type(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)

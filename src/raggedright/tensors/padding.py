@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raggedright.errors import ConfigError, RowsError
 from raggedright.rows import PADDING_GROUP
-from raggedright.tensors.kinds import TOKEN_IDS, Kind
+from raggedright.tensors.kinds import TOKEN_IDS, Kind, check_token_id
 from raggedright.tensors.schema import Field, Schema
 
 _PLAIN = (str, bool, int, float, complex, bytes, tuple, frozenset, list, dict, set)
@@ -37,6 +37,7 @@ def padding_rows(
     """`count` rows of weight zero, their groups numbered from `first`. Their tensors are shared: to be read only."""
     if min_row_tokens < 2:
         raise ConfigError(f"min_row_tokens is {min_row_tokens}; a row has a prompt and a response token, so 2 or more")
+    check_token_id(token_id)
     if count and not schema.fields:
         raise RowsError(
             f"{count:,} padding rows are to be made before any row was seen; make them from the first batch"

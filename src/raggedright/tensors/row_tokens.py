@@ -16,6 +16,7 @@ from raggedright.errors import RowsError
 from raggedright.ragged import Ragged, join
 from raggedright.rows import Rows
 from raggedright.tensors.column import Fields
+from raggedright.tensors.kinds import VECTORS
 
 _MORE = ("position_ids", "multi_modal_inputs", "routed_experts")
 
@@ -44,8 +45,12 @@ class RowTokens:
     def responses(self, name: str, at: Ints) -> Tensor:
         """A field by response token of these rows."""
         if name not in self._joined:
-            self._joined[name] = join([row.get(name) for row in self.fields])
+            self._joined[name] = self._join(name, [row.get(name) for row in self.fields])
         return self._take(name, at, self.rows.response_tokens[at], "response")
+
+    def has(self, name: str) -> bool:
+        """Whether a field is joined already, for all rows."""
+        return name in self._joined
 
     def with_responses(self, name: str, flat: Tensor) -> "RowTokens":
         """The same with one field more, a value for each response token of all rows."""
@@ -73,13 +78,41 @@ class RowTokens:
         ids = [row.get("input_ids") for row in self.fields]
         for i, row in enumerate(self.fields):
             if ids[i] is None and "prompts" in row and "responses" in row:
-                ids[i] = torch.cat((tensor_of(row, "prompts"), tensor_of(row, "responses")))
+                parts = {name: tensor_of(row, name) for name in ("prompts", "responses")}
+                for name, part in parts.items():
+                    self._check_vector(i, name, part)
+                ids[i] = torch.cat([*parts.values()])
         for i, row in enumerate(self.fields if self.has_more else ()):
             given = row.get("position_ids")
             if isinstance(given, Tensor) and given.dim() == 1 and (given != torch.arange(len(given))).any():
                 key = self.rows.key[i]
                 raise RowsError(f"row {key}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
-        return join(ids)
+        self._check_attention()
+        return self._join("input_ids", ids)
+
+    def _join(self, name: str, values: Sequence[object]) -> Ragged:
+        """The tensors of a field, one row after another."""
+        for i, value in enumerate(values if name in VECTORS else ()):
+            if isinstance(value, Tensor):
+                self._check_vector(i, name, value)
+        return join(values)
+
+    def _check_vector(self, i: int, name: str, value: Tensor) -> None:
+        if value.dim() != 1:
+            raise RowsError(
+                f"row {self.rows.key[i]}: field {name} has shape {tuple(value.shape)}; give one number per token, "
+                "a tensor of one dim"
+            )
+
+    def _check_attention(self) -> None:
+        """Refuse a row's own attention mask where it hides a token: every token of a row is attended to."""
+        for i, row in enumerate(self.fields):
+            mask = row.get("attention_mask")
+            if isinstance(mask, Tensor) and not mask.all():
+                raise RowsError(
+                    f"row {self.rows.key[i]}: field attention_mask has {int((mask == 0).sum()):,} zeros of "
+                    f"{mask.numel():,}; a row has no padding: cut these tokens out of all its fields"
+                )
 
 
 def tensor_of(fields: Fields, name: str) -> Tensor:

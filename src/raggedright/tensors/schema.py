@@ -24,6 +24,7 @@ from raggedright.tensors.column import (
     Fields,
     check_constant,
     check_finite,
+    check_ids,
     check_lengths,
     check_loss_mask,
     gather_columns,
@@ -32,6 +33,7 @@ from raggedright.tensors.column import (
 from raggedright.tensors.kinds import (
     FIRST_OR_LAST,
     LOSS_MASKS,
+    TOKEN_IDS,
     WELL_KNOWN,
     Kind,
     declared_kind,
@@ -93,6 +95,8 @@ def infer_schema(
         old = before.get(name)
         kind = kinds.get(name) or (old.kind if old else WELL_KNOWN.get(name)) or infer_kind(column)
         found[name] = _field(column, kind, old)
+        if name in TOKEN_IDS and column.tensors:
+            check_ids(column)
     decided = Schema(found).decided
     return Schema(found, {name: old for name, old in before.items() if name not in decided})
 

@@ -1,1 +1,1 @@
-"""The trainer: the same program on every rank; needs torch and transformers (`pip install 'raggedright[train]'`)."""
+"""The trainer: the same program on every rank; needs torch and transformers (the extra `train`)."""

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from raggedright.advantages import Scores, broadcast_to_rows, session_advantages
 from raggedright.config.schema import Config
+from raggedright.errors import RowsError
+from raggedright.sessions import SessionTable
 from raggedright.tensors.gae import gae, whiten
 from raggedright.tensors.losses import kl_estimate
 from raggedright.train.passes import Flat
-from raggedright.train.sealed import SealedRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    config: Config, sealed: SealedRound, scores: Scores, tokens: Mapping[str, Flat]
+    config: Config, table: SessionTable, scores: Scores, tokens: Mapping[str, Flat]
 ) -> TokenAdvantages:
     """The advantages of a round; `tokens` has masks, old log-probs, and reference log-probs and values where used."""
     algorithm, mask = config.algorithm, tokens["response_mask"].bool()
@@ -40,34 +41,34 @@ def token_advantages(
         penalty = _penalty(config, tokens, mask)
         metrics["actor/reward_kl_penalty"] = float(penalty.sum()) / max(1, int(mask.sum()))
     if algorithm.advantages == "gae":
-        lengths = sealed.rows.response_tokens.tolist()
-        rewards = token_rewards(sealed, mask, penalty)
+        lengths = table.rows.response_tokens.tolist()
+        rewards = token_rewards(table, mask, penalty)
         given = (flat.split(lengths) for flat in (rewards, tokens["values"], mask))
         advantages, returns = map(_flat, gae(*given, gamma=algorithm.gamma, lam=algorithm.lam))
+        _check_size(table, advantages, returns)
         metrics |= _token_means({"critic/advantages": advantages, "critic/returns": returns}, mask)
         if algorithm.whiten:
             advantages = _flat(whiten(advantages.split(lengths), mask.split(lengths)))
         return TokenAdvantages(advantages, returns, metrics)
     if penalty is not None:
-        scores = _less_penalty(scores, sealed, penalty)
+        scores = _less_penalty(scores, table, penalty)
     of_session = session_advantages(scores, algorithm.advantages, std=algorithm.std)
-    of_row = broadcast_to_rows(of_session, scores, sealed.rows)
-    of_token = torch.from_numpy(np.repeat(of_row, sealed.rows.response_tokens)).to(tokens["old_log_probs"].dtype)
+    of_row = broadcast_to_rows(of_session, scores, table.rows)
+    of_token = torch.from_numpy(np.repeat(of_row, table.rows.response_tokens)).to(tokens["old_log_probs"].dtype)
     advantages = torch.where(mask, of_token, 0.0)
+    _check_size(table, advantages)
     return TokenAdvantages(advantages, None, metrics | _token_means({"critic/advantages": advantages}, mask))
 
 
-def token_rewards(sealed: SealedRound, mask: Flat, penalty: Flat | None) -> Flat:
-    """A row's reward on its last loss token, less the penalty of each token."""
-    score = {session.key: session.score for session in sealed.sessions}
+def token_rewards(table: SessionTable, mask: Flat, penalty: Flat | None) -> Flat:
+    """A row's reward, its own or its session's score, on its last loss token, less the penalty of each token."""
+    own = table.row_columns["reward"]
+    reward = np.where(np.isnan(own), table.score[table.session_of_row], own)
     rewards = torch.zeros(len(mask), dtype=torch.float64)
     start = 0
-    for entry, of_row in zip(sealed.entries, mask.split(sealed.rows.response_tokens.tolist()), strict=True):
-        own = entry.tags.get("reward")
-        reward = score[entry.key.of_session] if own is None else own
-        assert isinstance(reward, int | float)
+    for of_row, value in zip(mask.split(table.rows.response_tokens.tolist()), reward.tolist(), strict=True):
         if of_row.any():
-            rewards[start + int(of_row.nonzero().max())] = float(reward)
+            rewards[start + int(of_row.nonzero().max())] = value
         start += len(of_row)
     return rewards if penalty is None else rewards - penalty
 
@@ -78,9 +79,9 @@ def _penalty(config: Config, tokens: Mapping[str, Flat], mask: Flat) -> Flat:
     return config.reference.coef * kl_estimate(log_ratio, config.reference.estimator)
 
 
-def _less_penalty(scores: Scores, sealed: SealedRound, penalty: Flat) -> Scores:
+def _less_penalty(scores: Scores, table: SessionTable, penalty: Flat) -> Scores:
     """Each session's score less the penalties of all its rows."""
-    rows = sealed.rows
+    rows = table.rows
     of_token = np.repeat(rows.session_index, rows.response_tokens)
     by_session = np.bincount(of_token, weights=penalty.numpy(), minlength=rows.num_sessions)
     names = dict(zip(zip(rows.prompt.tolist(), rows.session.tolist(), strict=True), rows.session_index, strict=True))
@@ -89,6 +90,19 @@ def _less_penalty(scores: Scores, sealed: SealedRound, penalty: Flat) -> Scores:
         index = names.get((prompt, int(session)))
         less.append(score - (0.0 if index is None else by_session[index]))
     return Scores.from_columns(prompt=scores.prompt, session=scores.session, score=less)
+
+
+def _check_size(table: SessionTable, *flats: Flat) -> None:
+    """Refuse advantages and returns that overflow float32, whose loss and gradient would be infinite."""
+    for flat in flats:
+        small = flat.abs() <= torch.finfo(torch.float32).max
+        if not small.all():
+            i = int(small.int().argmin())
+            row = int(np.repeat(np.arange(len(table.rows)), table.rows.response_tokens)[i])
+            raise RowsError(
+                f"row {table.rows.key[row]}: its advantage or return is {flat[i]:.3g}, too large for float32; "
+                "divide the rewards, or set algorithm.advantages to grpo with algorithm.std = true"
+            )
 
 
 def _token_means(named: Mapping[str, Flat], mask: Flat) -> dict[str, float]:

@@ -2,27 +2,31 @@
 
 Every rank writes its part (torch's distributed checkpoint) into a new folder, which is synced and then renamed, so
 that a folder of that name is whole and never changes; what a crash left half-way is removed at the next start. A model
-may be loaded on another number of ranks, sharded or not.
+may be loaded on another number of ranks, sharded or not. `state.json` has the round, the optimizers' step counts, the
+number of prompts drawn so far, the config and the SHA-256 of every other file; a folder that does not match it is
+refused before anything is loaded.
 
-The surprise: only models and optimizers are in it. Data order, sampling and the schedule are functions of the seed and
-the round, and the rows of later rounds are in the store. Loading unpickles: resume only runs that you trust.
+Note: apart from that only models and optimizers are in it. Data order, sampling and the schedule are functions of the
+seed, the round and, with dynamic sampling, the number of prompts drawn; the rows of later rounds are in the store.
+Loading unpickles: resume only runs that you trust.
 """
 
-import json
-import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import BaseModel, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import OptimizerStateType, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from raggedright.config.load import dump_config
+from raggedright.files import file_digest, sync, write_file
 from raggedright.train.optimizer import Learner
 from raggedright.train.setup import Setup
 from raggedright.train.world import TrainError
@@ -31,11 +35,54 @@ CHECKPOINTS_FOLDER, STATE_FILE, NEW = "checkpoints", "state.json", ".new"
 _NAME = re.compile(r"round-(\d{6,})")
 
 
+class State(BaseModel):
+    """What `state.json` says of a checkpoint."""
+
+    round: int
+    optimizer_steps: dict[str, int]
+    prompts_drawn: int = 0  # by all rounds so far
+    config: str  # as TOML
+    sha256: dict[str, str]  # of every other file, by name
+
+
+def checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
+    """The whole checkpoints of a run and their rounds, oldest first."""
+    folder = run_folder / CHECKPOINTS_FOLDER
+    return sorted((int(match[1]), path) for path in folder.glob("round-*") if (match := _NAME.fullmatch(path.name)))
+
+
 def last_checkpoint(run_folder: Path) -> tuple[int, Path] | None:
     """The newest whole checkpoint of a run, and its round."""
-    folder = run_folder / CHECKPOINTS_FOLDER
-    found = [(int(match[1]), path) for path in folder.glob("round-*") if (match := _NAME.fullmatch(path.name))]
-    return max(found, default=None)
+    return next(reversed(checkpoints(run_folder)), None)
+
+
+def check_files(folder: Path) -> State:
+    """Compare a checkpoint's files with what was written; a TrainError names the one that differs."""
+    if not (folder / STATE_FILE).is_file():
+        raise TrainError(f"{folder} cannot be loaded: it has no {STATE_FILE}; {_older(folder)}")
+    try:
+        state = State.model_validate_json((folder / STATE_FILE).read_bytes())
+        damaged = [name for name, digest in state.sha256.items() if file_digest(folder / Path(name).name) != digest]
+    except (OSError, ValidationError) as error:
+        raise TrainError(f"{folder} cannot be loaded: {_state_cause(error)}; {_older(folder)}") from None
+    if damaged:
+        raise TrainError(f"{folder} cannot be loaded: {damaged[0]} was altered after it was written; {_older(folder)}")
+    return state
+
+
+def _state_cause(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return f"{Path(error.filename).name}: {error.strerror}"
+    first = error.errors()[0]
+    return ": ".join((STATE_FILE, *map(str, first["loc"]), first["msg"]))
+
+
+def _older(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be loaded."""
+    before = [path for _, path in checkpoints(folder.parent.parent) if path.name < folder.name]
+    if before:
+        return f"remove that folder, and the same command resumes from {before[-1].name}"
+    return "it is the only checkpoint; start again with --fresh"
 
 
 def save_checkpoint(setup: Setup, round: int) -> None:
@@ -71,16 +118,14 @@ def save_checkpoint(setup: Setup, round: int) -> None:
         _prune(folder, keep=config.checkpoint.keep)
 
 
-def load_checkpoint(setup: Setup, folder: Path) -> None:
+def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, int]) -> None:
     """Give this rank's models and optimizers what the checkpoint has."""
     states = _states(setup)
     try:
         with _quiet():
             load(states, checkpoint_id=folder, no_dist=setup.world.dp_size == 1)
     except (OSError, CheckpointException, ValueError, RuntimeError) as error:
-        words = f"{folder} cannot be loaded: {_cause(error)}; remove it to go back to the one before"
-        raise TrainError(words) from error
-    counts = json.loads((folder / STATE_FILE).read_text())["optimizer_steps"]
+        raise TrainError(f"{folder} cannot be loaded: {_cause(error)}; {_older(folder)}") from error
     for learner in _learners(setup):
         model, optimizer = (states[f"{learner.name} {part}"] for part in ("model", "optimizer"))
         for group in optimizer["param_groups"]:
@@ -91,7 +136,7 @@ def load_checkpoint(setup: Setup, folder: Path) -> None:
             model_state_dict=model,
             optim_state_dict=cast(OptimizerStateType, optimizer),
         )
-        learner.num_steps = counts[learner.name]
+        learner.num_steps = optimizer_steps[learner.name]
 
 
 def remove_unfinished(run_folder: Path) -> None:
@@ -122,25 +167,24 @@ def _quiet() -> Iterator[None]:
 def _finish(setup: Setup, new: Path, done: Path, round: int) -> None:
     """Make a written folder durable, and give it its name."""
     steps = {learner.name: learner.num_steps for learner in _learners(setup)}
-    (new / STATE_FILE).write_text(json.dumps({"round": round, "optimizer_steps": steps}))
-    for path in (*new.iterdir(), new):
-        _sync(path)
+    digests = {path.name: file_digest(path) for path in sorted(new.iterdir())}
+    for name in digests:
+        sync(new / name)
+    state = State(
+        round=round,
+        optimizer_steps=steps,
+        prompts_drawn=setup.prompts.num_drawn,
+        config=dump_config(setup.config),
+        sha256=digests,
+    )
+    write_file(new / STATE_FILE, state.model_dump_json().encode())
     new.rename(done)
-    _sync(done.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(done.parent)
 
 
 def _prune(folder: Path, *, keep: int) -> None:
     """Keep the newest ones."""
-    names = sorted((path for path in folder.glob("round-*") if _NAME.fullmatch(path.name)), key=lambda path: path.name)
-    for path in names[:-keep]:
+    for _, path in checkpoints(folder.parent)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 

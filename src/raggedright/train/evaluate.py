@@ -1,7 +1,8 @@
 """Evaluation: one greedy session on each of a fixed set of tasks. Its rows train nothing and are not kept."""
 
+from raggedright.arrays import mean_of
+from raggedright.sessions import SessionTable
 from raggedright.store.memory import MemoryStore
-from raggedright.train.sealed import mean_reports, reports
 from raggedright.train.setup import Setup
 
 
@@ -11,14 +12,10 @@ def evaluate(setup: Setup, round: int) -> dict[str, float]:
     tasks = setup.eval_tasks.of_round(1, setup.config.eval.prompts)
     with MemoryStore() as store:
         share = [(task, 0) for task in world.share(tasks)]
-        listing = setup.runner.run(store, round=round, sessions=share, greedy=True)
-    ended = [
-        (entry.score or 0.0, entry.state == "failed", reports(entry.rows[0].tags if entry.rows else {}))
-        for entry in listing
-    ]
-    sessions = [session for of_rank in world.gather(ended) for session in of_rank]
+        own = setup.runner.run(store, round=round, sessions=share, greedy=True)
+    table = SessionTable.join(world.gather(own))
     return {
-        "eval/score/mean": sum(score for score, _, _ in sessions) / max(1, len(sessions)),
-        "eval/failed": float(sum(failed for _, failed, _ in sessions)),
-        **mean_reports([(report, 1) for _, _, report in sessions], prefix="eval"),
+        "eval/score/mean": mean_of(table.scores("zero").score),
+        "eval/failed": float(table.failed.sum()),
+        **table.mean_metrics("eval"),
     }

@@ -4,16 +4,14 @@ The events are in the run folder, which the driver shares with the ranks; nothin
 gets shorter was mended by a rank that started again, and is read on from its new end.
 """
 
-import json
 from collections.abc import Iterator
-from math import nan
 from pathlib import Path
 
 from raggedright.config.schema import Config
-from raggedright.report.event_fields import Fields
-from raggedright.report.run_events import Eval, RoundEvent
-from raggedright.train.progress import Figures, Progress
-from raggedright.train.record import EVENTS_FILE, found_words
+from raggedright.report.events import EVENTS_FILE, EvalEvent, RoundEvent, StartEvent, WarningEvent, parse_event
+from raggedright.report.text import terminal_text
+from raggedright.train.progress import Progress
+from raggedright.train.record import figures_of, found_words
 
 
 class Lines:
@@ -50,21 +48,20 @@ class Follower:
     def look(self) -> None:
         """Show what is new."""
         for line in self._lines.new():
-            event = Fields.of(EVENTS_FILE, json.loads(line))
-            match event.text("event"):
-                case "start":
+            match event := parse_event(EVENTS_FILE, line.encode()):
+                case StartEvent():
                     self._start(event)
-                case "round" if self.progress:
-                    round = RoundEvent.of(event)
-                    self.progress.round(round.round, _figures(round))
-                case "eval" if self.progress:
-                    evaluation = Eval.of(event)
-                    self.progress.evaluation(evaluation.round, evaluation.metrics)
+                case RoundEvent() if self.progress:
+                    self.progress.round(event.round, figures_of(event))
+                case EvalEvent() if self.progress:
+                    self.progress.evaluation(event.round, event.metrics)
+                case WarningEvent() if self.progress:
+                    self.progress.warn(event.text)
 
     def say(self, line: str) -> None:
         """A line among the others."""
         if self.progress is None:
-            print(line, flush=True)
+            print(terminal_text(line), flush=True)
         else:
             self.progress.say(line)
 
@@ -74,23 +71,9 @@ class Follower:
         if self.progress is not None:
             self.progress.close()
 
-    def _start(self, event: Fields) -> None:
-        done = event.count("resumed_from") or 0
+    def _start(self, event: StartEvent) -> None:
         if self.progress is not None:
             self.progress.close()
-        self.progress = Progress(self._config.train.rounds, done=done)
-        if words := found_words(self._config, done + 1, event.count("sessions_found") or 0):
+        self.progress = Progress(self._config.train.rounds, done=event.resumed_from)
+        if words := found_words(self._config, event.resumed_from + 1, event.sessions_found):
             self.progress.say(words)
-
-
-def _figures(round: RoundEvent) -> Figures:
-    failed = sum(count for outcome, count in round.session_outcomes.items() if outcome.startswith("failed"))
-    first = next((f"{each.prompt}/{each.session}: {each.cause}" for each in round.failed), "")
-    return Figures(
-        score=round.metrics.get("critic/score/mean", nan),
-        rows=round.rows or 0,
-        padding_rows=round.padding_rows or 0,
-        failed=failed,
-        tokens_per_second=round.metrics.get("perf/tokens_per_second", nan),
-        first_failure=first,
-    )

@@ -1,11 +1,13 @@
 """Models of a run: the actor, its frozen reference, the critic, and the tokenizer.
 
-Weights that are made on the spot depend on the seed alone. Dropout and routers' noise are zero everywhere: the same
-row must have the same log-probs in every micro-batch.
+Weights that are made on the spot depend on the seed alone. Models are in evaluation mode always, training included:
+dropout and routers' noise would give the same row other log-probs in every micro-batch.
 """
 
 from collections.abc import Sequence
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -13,6 +15,7 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
@@ -64,14 +68,16 @@ def load_actor(model: Model, tokenizer: PreTrainedTokenizerBase, *, seed: int) -
 
 def load_critic(model: Model, path: str | None, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> nn.Module:
     """A model with one output per token, on the CPU: of `path`, or of the actor's model with a new head."""
+    key = "model.path"
     if path is not None:
-        _check_folder("critic.path", path)
+        key = "critic.path"
+        _check_folder(key, path)
         model = model.model_copy(update={"path": path, "made": None})
     config = _model_config(model, tokenizer)
     if has_vision(config):  # transformers has no token classifiers for these
-        return with_value_head(_load(AutoModelForImageTextToText, model.path, config, model, seed + 1))
+        return with_value_head(_load(AutoModelForImageTextToText, model.path, config, model, seed + 1, key))
     config.num_labels = 1
-    return _load(AutoModelForTokenClassification, model.path, config, model, seed + 1)
+    return _load(AutoModelForTokenClassification, model.path, config, model, seed + 1, key)
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> frozenset[int]:
@@ -97,7 +103,7 @@ def _model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> Pretraine
             values = made_values(model.made, tokenizer)
         try:
             config = AutoConfig.for_model(**values)  # pyright: ignore[reportArgumentType]
-        except (ValueError, TypeError, StrictDataclassError) as error:
+        except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
             cause = " ".join(str(error).split())
             raise ConfigError(f"model.made: transformers refuses it ({cause})") from None
     text = config.get_text_config()
@@ -116,26 +122,55 @@ def _load(
     config: PretrainedConfig,
     model: Model,
     seed: int,
+    key: str = "model.path",
 ) -> nn.Module:
     torch.manual_seed(seed)
+    # transformers casts to bfloat16, because it leaves rotary frequencies in float32, as other engines have them.
+    dtype, attention = getattr(torch, model.dtype), model.attention
     try:
         if path is None:
-            loaded = kind.from_config(config, attn_implementation=model.attention)
+            drawn = torch.float32 if model.dtype == "float64" else dtype  # the same weights in both
+            loaded = kind.from_config(config, dtype=drawn, attn_implementation=attention)
         else:
-            loaded = kind.from_pretrained(path, config=config, attn_implementation=model.attention)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+            loaded = kind.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:
         cause = str(error).splitlines()[0]
-        given = f"model.path is {path}" if path else "model.made"
+        given = f"{key} is {path}" if path else "model.made"
+        if "ignore_mismatched_sizes" in cause:
+            cause = "weights of other shapes than the model's: is its head one of several outputs per token?"
+        if "does not support an attention implementation" in cause or "does not support Flash Attention" in cause:
+            raise ConfigError(
+                f"{given}: model type {config.model_type!r} has no {model.attention} attention; "
+                "set model.attention = 'eager'"
+            ) from None
         raise ConfigError(f"{given}: transformers cannot load it as {kind.__name__} ({cause})") from None
-    loaded = nn.Module.to(loaded, getattr(torch, model.dtype))
-    for module in loaded.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]: a number, not a submodule
-        for name in ("jitter_noise", "router_jitter_noise", "input_jitter_noise"):  # of routers' inputs
-            if hasattr(module, name):
-                setattr(module, name, 0.0)
-    if model.activation_checkpointing:
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    return loaded.train(model.activation_checkpointing)  # transformers recomputes activations only in this mode
+    if model.dtype == "float64":
+        nn.Module.to(loaded, dtype)  # frequencies and what families keep in float32 too
+    loaded.eval()
+    if model.activation_checkpointing and not checkpoint_layers(loaded):
+        raise ConfigError(
+            f"model.activation_checkpointing is true and model type {config.model_type!r} has no layers that "
+            "transformers can compute again; set it to false"
+        )
+    return loaded
+
+
+def checkpoint_layers(model: nn.Module) -> int:
+    """Compute the layers' activations again in the backward pass; returns how many layers do so.
+
+    transformers does this in training mode only, where every family's own kinds of dropout and noise are live.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.__class__ = _checkpointed(type(layer))  # not on the module, so that it can be copied
+    return len(layers)
+
+
+@cache
+def _checkpointed(kind: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        if torch.is_grad_enabled():
+            return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
+        return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": wraps(kind.forward)(forward), "__module__": kind.__module__})

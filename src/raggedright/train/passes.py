@@ -17,6 +17,7 @@ from raggedright.plan.cut import Step
 from raggedright.rows import Rows
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
+from raggedright.tensors.forward import TEMPERATURES
 from raggedright.train.world import World
 
 Flat = Tensor  # over the response tokens of a round's real rows, row after row
@@ -29,13 +30,19 @@ def computing(model: Model, world: World) -> AbstractContextManager[object]:
     return torch.autocast(world.device.type, dtype=getattr(torch, model.compute_dtype))
 
 
+def temperature_fields(batch: TensorBatch) -> tuple[str, ...]:
+    """What a micro-batch takes along so that `temperature_of` knows: nothing where all tokens have one temperature."""
+    return (TEMPERATURES,) if batch.tokens.has(TEMPERATURES) else ()
+
+
 @torch.no_grad()
 def run_forward(
     batch: TensorBatch, steps: Sequence[Step], world: World, outputs: Mapping[str, Callable[[MicroBatch], Tensor]]
 ) -> Iterator[tuple[Ints, MicroBatch, dict[str, Tensor]]]:
     """Each micro-batch of this rank with its outputs by name, flat over response tokens."""
+    names = ("rollout_log_probs", *temperature_fields(batch))
     for step in steps:
-        for position, micro in batch.micro_batches(step, world.dp_rank, ("rollout_log_probs",)):
+        for position, micro in batch.micro_batches(step, world.dp_rank, names):
             here = micro.to(world.device)
             yield position, here, {name: output(here) for name, output in outputs.items()}
 

@@ -1,12 +1,16 @@
 """Live progress on a terminal, plain lines elsewhere: round, score, rows, padding, tokens a second, time left."""
 
 from collections.abc import Mapping
+from math import isnan, nan
 from time import monotonic
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
+
+from raggedright.report.text import print_text, score_text
 
 SECONDS_A_LINE = 5.0
 
@@ -20,13 +24,29 @@ class Figures(NamedTuple):
     failed: int
     tokens_per_second: float
     first_failure: str = ""  # prompt/session: cause
+    score_std: float = nan
+    shares: Mapping[str, float] = {}  # by their names here; those of zero are not shown
 
     def __str__(self) -> str:
+        spread = "" if isnan(self.score_std) else f" std {score_text(self.score_std)}"
         failed = f"  {self.failed} failed" if self.failed else ""
+        shares = "".join(f"  {name} {share:.0%}" for name, share in self.shares.items() if share)
         return (
-            f"score {self.score:.3f}  {self.rows:,} rows + {self.padding_rows} padding{failed}  "
-            f"{self.tokens_per_second:,.0f} tokens/s"
+            f"score {score_text(self.score)}{spread}  {self.rows:,} rows + {self.padding_rows} padding"
+            f"{failed}{shares}  {self.tokens_per_second:,.0f} tokens/s"
         )
+
+
+SHARES = {  # what the console calls a metric
+    "prompts/no_signal_ratio": "no signal",
+    "response_length/clip_ratio": "cut",
+    "rows/no_loss_ratio": "no loss",
+}
+
+
+def shares_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The shares that the console shows, by their names there."""
+    return {words: metrics[name] for name, words in SHARES.items() if name in metrics}
 
 
 class Progress:
@@ -44,13 +64,14 @@ class Progress:
                 TextColumn("round"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=12),
-                TextColumn("{task.fields[words]}"),
+                TextColumn("{task.fields[words]}", table_column=Column(ratio=1)),  # the one that may take two lines
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),
                 console=self._console,
+                expand=True,
             )
             self._task = self._bar.add_task(
-                "", total=num_rounds, completed=done, words="going on" if done else "first round"
+                "", total=num_rounds, completed=done, words="resuming" if done else "first round"
             )
             self._bar.start()
 
@@ -84,12 +105,16 @@ class Progress:
 
     def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after a round."""
-        numbers = "  ".join(f"{name.removesuffix('/mean')} {value:.3f}" for name, value in metrics.items())
+        numbers = "  ".join(f"{name.removesuffix('/mean')} {score_text(value)}" for name, value in metrics.items())
         self.say(f"round {round}  {numbers}")
 
     def say(self, line: str) -> None:
         """A line above the bar, or in its place among plain lines."""
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        print_text(self._console, line)
+
+    def warn(self, text: str) -> None:
+        """A warning, which stands out on a terminal."""
+        print_text(self._console, f"warning: {text}", style="yellow")
 
     def close(self) -> None:
         """Leave the last state on the screen."""

@@ -1,32 +1,34 @@
 """One rank of a run: `python -m raggedright.train.rank RUN_FOLDER`, started by the launcher."""
 
 import ctypes
-import gc
+import json
+import os
 import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers.utils.logging import disable_progress_bar
 
-from raggedright.config.load import load_config
+from raggedright.config.load import load_config, with_absolute_paths
 from raggedright.errors import RaggedRightError
 from raggedright.train.loop import train
 from raggedright.train.world import join_world
 
 CONFIG_FILE = "config.toml"
 LOGS_FOLDER = "logs"
+ERROR_VARIABLE = "RAGGEDRIGHT_ERROR_FILE"  # where the launcher reads what went wrong
+LAUNCHER_VARIABLE = "RAGGEDRIGHT_LAUNCHER"  # its process id
 PR_SET_PDEATHSIG = 1
 
 
 def run_rank(folder: Path, cuda: torch.device | None = None) -> str:
     """Train as this process's rank of the run whose config is in the folder; how it ended."""
     disable_progress_bar()  # of transformers; the run's own is enough
-    config = load_config(folder / CONFIG_FILE, {"out": folder})  # as this process sees it
+    config = with_absolute_paths(load_config(folder / CONFIG_FILE, {"out": folder}))  # as this process sees it
     world = join_world(config, cuda)
-    gc.collect()
-    gc.freeze()  # what the imports made lives as long as the process: not worth looking at again
     try:
         return train(config, world)
     finally:
@@ -34,25 +36,47 @@ def run_rank(folder: Path, cuda: torch.device | None = None) -> str:
 
 
 def main() -> int:
-    """What goes wrong is left for the launcher in the file that it named; a fault of ours is a traceback, too."""
-    _end_with_launcher()
-    handler = get_error_handler()
-    handler.initialize()
+    """Run this rank; an error goes to the file that the launcher named, the traceback of an unexpected one to its log.
+
+    The first rank shares the launcher's terminal: what it raises because another rank died would hide the cause.
+    """
+    end_with_launcher()
     try:
         run_rank(Path(sys.argv[1]))
     except RaggedRightError as error:
-        handler.record_exception(error)
+        _report(error)
         return 1
     except Exception as error:
-        handler.record_exception(error)
-        raise
+        _report(error)
+        if ERROR_VARIABLE not in os.environ or os.environ["RANK"] != "0":
+            raise
+        with log_file(Path(sys.argv[1]), 0).open("a") as log:
+            log.write(traceback.format_exc())
+        return 1
     return 0
 
 
-def _end_with_launcher() -> None:
+def log_file(folder: Path, dp_rank: int) -> Path:
+    """Where a rank's output goes; of the first rank, which writes to the terminal, only tracebacks."""
+    return folder / LOGS_FOLDER / f"rank-{dp_rank}.log"
+
+
+def _report(error: Exception) -> None:
+    ours = isinstance(error, RaggedRightError)
+    message = str(error) if ours else f"{type(error).__name__}: {error}"
+    if file := os.environ.get(ERROR_VARIABLE):
+        Path(file).write_text(json.dumps({"ours": ours, "message": message, "time": time.time()}))
+    elif ours:  # started by torchrun
+        print(f"raggedright: {message}", file=sys.stderr)
+
+
+def end_with_launcher() -> None:
     """Have Linux end this process when the launcher dies, however it does: no rank is to train on unseen."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher and os.getppid() != int(launcher):
+        sys.exit("the launcher has died")
 
 
 if __name__ == "__main__":

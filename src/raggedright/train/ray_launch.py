@@ -8,27 +8,25 @@ The surprise: Ray Train's `fit` runs in a thread of its own, so that Ctrl-C is o
 """
 
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import ceil
-from pathlib import Path
 
 import ray
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
+from raggedright.config.load import with_absolute_paths
 from raggedright.config.schema import Config
 from raggedright.store.protocol import StoreError
 from raggedright.store.ray_node import join_ray
 from raggedright.train.follow import Follower, Lines
 from raggedright.train.rank import LOGS_FOLDER
 from raggedright.train.ray_failures import FAILURES_FILE, FailureLog, failed_run
+from raggedright.train.ray_group import GroupConfig
 from raggedright.train.ray_rank import run_on_ray
 from raggedright.train.ray_store import Keeper
-from raggedright.train.stop import ask_to_stop
+from raggedright.train.stop import passing_on_signals
 from raggedright.train.world import TrainError, group_timeout, loopback
 
 RAY_FOLDER = "ray"
@@ -38,7 +36,7 @@ PASSED_ON = ("GLOO_", "NCCL_", "TQ_")  # what of the driver's environment the ra
 
 def launch_on_ray(config: Config) -> None:
     """Run all ranks of the run whose folder holds its config, to their end."""
-    config = config.model_copy(update={"out": config.out.resolve()})
+    config = with_absolute_paths(config)
     (config.out / LOGS_FOLDER).mkdir(exist_ok=True)
     was_joined = ray.is_initialized()
     keeper = None
@@ -75,7 +73,7 @@ def _run(config: Config, keeper: Keeper | None) -> None:
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
     try:
-        with _stopping(config.out):
+        with passing_on_signals(config.out):
             while thread.is_alive():
                 thread.join(LOOK_SECONDS)
                 follower.look()
@@ -102,7 +100,7 @@ def _trainer(config: Config) -> TorchTrainer:
     return TorchTrainer(
         run_on_ray,
         train_loop_config=given,
-        torch_config=TorchConfig(
+        torch_config=GroupConfig(
             backend="nccl" if parallel.gpus_per_rank else "gloo", timeout_s=int(group_timeout(config).total_seconds())
         ),
         scaling_config=ScalingConfig(
@@ -130,16 +128,3 @@ def _environment() -> dict[str, str]:
     if ray.util.get_node_ip_address().startswith("127."):
         passed.setdefault("GLOO_SOCKET_IFNAME", loopback())
     return passed
-
-
-@contextmanager
-def _stopping(folder: Path) -> Iterator[None]:
-    """Pass Ctrl-C on to the ranks; a second one ends all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: ask_to_stop(folder))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -6,35 +6,45 @@ long is cut and never left out unsaid. Tokens, masks and log-probs are the store
 
 import json
 from collections.abc import Mapping
+from math import isnan
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from raggedright.store.protocol import RowEntry, SessionEntry
-from raggedright.train.round import ROW_FIELDS, RoundResult
+from raggedright.report.events import SampledSession, SampledTrajectory
+from raggedright.sessions import TOKEN_FIELDS, SessionTable
+from raggedright.train.round import RoundResult
 from raggedright.train.setup import Setup
 
 MOST_TRAJECTORIES = 12  # of a sampled session
 MOST_TASK = 400  # characters of a field of its task
 
 
-def sample_sessions(setup: Setup, result: RoundResult, count: int) -> list[dict[str, object]]:
+def sample_sessions(setup: Setup, result: RoundResult, count: int) -> tuple[SampledSession, ...]:
     """Sessions from the lowest to the highest score, each with its first trajectories."""
-    of_rows = result.advantages.split(result.sealed.rows.response_tokens.tolist())
-    advantages = dict(zip(result.sealed.keys, of_rows, strict=True))
-    tasks = {task.uid: task.data for task in setup.tasks.of_round(result.sealed.round, setup.config.train.batch_size)}
+    table = result.table
+    advantages = result.advantages.split(table.rows.response_tokens.tolist())
+    tasks = {task.uid: task.data for task in result.tasks}
     sampled = []
-    for session in _spread(result, count):
-        rows = session.rows[:MOST_TRAJECTORIES]
-        fields = setup.store.get([row.key for row in rows], ROW_FIELDS)
+    for i in _spread(table, count):
+        at = np.flatnonzero(table.session_of_row == i)[:MOST_TRAJECTORIES]
+        rows = setup.store.read(table.row_keys(at), TOKEN_FIELDS)
         trajectories = [
-            _trajectory(setup, row, of_row, advantages[row.key].tolist())
-            for row, of_row in zip(rows, fields, strict=True)
+            _trajectory(setup, table, row, fields, advantages[row].tolist())
+            for row, fields in zip(at.tolist(), rows, strict=True)
         ]
-        key = session.key
+        key = table.session_key(i)
         task = {str(name): _shown(value) for name, value in tasks[key.prompt].items()}
-        names = {"prompt": key.prompt, "session": key.session, "score": session.score}
-        sampled.append({**names, "task": task, "trajectories": trajectories})
-    return sampled
+        sampled.append(
+            SampledSession(
+                prompt=key.prompt,
+                session=key.session,
+                score=float(table.score[i]),
+                task=task,
+                trajectories=tuple(trajectories),
+            )
+        )
+    return tuple(sampled)
 
 
 def _shown(value: object) -> object:
@@ -49,27 +59,25 @@ def _shown(value: object) -> object:
     return text[:MOST_TASK]
 
 
-def _spread(result: RoundResult, count: int) -> list[SessionEntry]:
-    """Sessions at even distances in the order of their scores."""
-    ranked = sorted((s for s in result.sealed.sessions if s.rows), key=lambda s: (s.score or 0.0, s.key))
+def _spread(table: SessionTable, count: int) -> list[int]:
+    """Positions of sessions at even distances in the order of their scores."""
+    ranked = sorted(np.flatnonzero(table.num_rows).tolist(), key=lambda i: (table.score[i], table.session_key(i)))
     places = sorted({round(i * (len(ranked) - 1) / max(1, count - 1)) for i in range(min(count, len(ranked)))})
     return [ranked[place] for place in places]
 
 
 def _trajectory(
-    setup: Setup, row: RowEntry, fields: Mapping[str, object], advantages: list[float]
-) -> dict[str, object]:
-    ids, mask, log_probs = (fields[name] for name in ROW_FIELDS)
-    assert isinstance(ids, torch.Tensor)
-    assert isinstance(mask, torch.Tensor)
-    assert isinstance(log_probs, torch.Tensor)
-    return {
-        "role": row.tags.get("role"),
-        "reward": row.tags.get("reward"),
-        "finish_reason": row.tags.get("finish_reason"),
-        "tokens": [setup.tokenizer.decode([token]) for token in ids.tolist()],
-        "prompt_tokens": row.prompt_tokens,
-        "mask": mask.tolist(),
-        "advantages": advantages,
-        "log_probs": log_probs.tolist(),
-    }
+    setup: Setup, table: SessionTable, row: int, fields: Mapping[str, NDArray], advantages: list[float]
+) -> SampledTrajectory:
+    ids, mask, log_probs = (fields[name].tolist() for name in TOKEN_FIELDS)
+    reward = float(table.row_columns["reward"][row])
+    return SampledTrajectory(
+        role=table.row_columns["role"][row],
+        reward=None if isnan(reward) else reward,
+        finish_reason=table.row_columns["finish_reason"][row],
+        tokens=tuple(str(setup.tokenizer.decode([token])) for token in ids),
+        prompt_tokens=int(table.row_columns["prompt_tokens"][row]),
+        mask=mask,
+        advantages=tuple(advantages),
+        log_probs=log_probs,
+    )

@@ -15,7 +15,7 @@ from raggedright.plan.plan import Role
 from raggedright.tensors.balance import load_metrics
 from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
-from raggedright.tensors.forward import forward_log_probs, forward_values
+from raggedright.tensors.forward import forward_log_probs, forward_values, temperature_of
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.train.experts import ActorExperts, replaying
 from raggedright.train.optimizer import Learner, scale
@@ -51,7 +51,9 @@ def actor_loss(config: Config, learner: Learner) -> Loss:
     temperature, learns_entropy = config.rollout.temperature, algorithm.entropy_coef != 0
 
     def loss(micro: MicroBatch, done: float) -> Sums:
-        outputs = forward_log_probs(learner.model, micro, temperature=temperature, entropy_graph=learns_entropy)
+        outputs = forward_log_probs(
+            learner.model, micro, temperature=temperature_of(micro, temperature), entropy_graph=learns_entropy
+        )
         policy = policy_loss(
             outputs.log_probs,
             micro.fields["old_log_probs"],

@@ -4,7 +4,6 @@ With one rank there is no process group and nothing is sent. Every rank calls th
 """
 
 import os
-import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, RaggedRightError
-from raggedright.train.shared_memory import ROOM, SharedMemory
 
 T = TypeVar("T")
+RENDEZVOUS_VARIABLE = "RAGGEDRIGHT_RENDEZVOUS"  # the file through which local ranks find each other
 PATIENCE = 1800.0  # seconds beyond the longest rollout that ranks wait for each other
 
 
@@ -36,13 +35,11 @@ class World:
     dp_rank: int
     dp_size: int
     device: torch.device
-    shared: SharedMemory | None = None  # of CPU ranks on one machine
 
     @classmethod
-    def of_group(cls, device: torch.device, timeout: timedelta) -> "World":
-        """This rank of the process group."""
-        shared = SharedMemory.join(timeout) if device.type == "cpu" else None
-        return cls(dist.get_rank(), dist.get_world_size(), device, shared)
+    def of_group(cls, device: torch.device) -> "World":
+        """This rank of the default process group."""
+        return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property
     def is_first(self) -> bool:
@@ -56,9 +53,7 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
-        if self.shared is not None and values.nbytes <= ROOM:
-            self.shared.sum(values)
-        elif self.dp_size > 1:
+        if self.dp_size > 1:
             dist.all_reduce(values)
         return values
 
@@ -74,8 +69,6 @@ class World:
         """What each rank gives, by rank."""
         if self.dp_size == 1:
             return [value]
-        if self.shared is not None and (found := self.shared.gather(pickle.dumps(value))) is not None:
-            return [value if rank == self.dp_rank else pickle.loads(each) for rank, each in enumerate(found)]
         values: list[T | None] = [None] * self.dp_size
         dist.all_gather_object(values, value)
         return [each for each in values if each is not None]
@@ -117,15 +110,20 @@ def join_world(config: Config, cuda: torch.device | None = None) -> World:
         return World(0, 1, device)
     if not dist.is_initialized():
         _form_group(config, "nccl" if device.type == "cuda" else "gloo")
-    return World.of_group(device, group_timeout(config))
+    return World.of_group(device)
 
 
 def _form_group(config: Config, backend: str) -> None:
+    """The process group: through a file that the local launcher named, or as torchrun's environment says."""
     timeout = group_timeout(config)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store still has the last one's addresses
-    named = PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=timeout)
+    if file := os.environ.get(RENDEZVOUS_VARIABLE):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store, _, _ = next(rendezvous(f"file://{file}", rank, size))
+    else:
+        shared, rank, size = next(rendezvous("env://", timeout=timeout))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store still has the last one's addresses
+        store = PrefixStore(f"attempt {attempt}", shared)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def group_timeout(config: Config) -> timedelta:

@@ -12,9 +12,11 @@ from raggedright.agents.runner import RolloutSettings, Runner
 from raggedright.agents.session import Agent, Task
 from raggedright.agents.vision import Vision
 from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.sessions import TOKEN_FIELDS, Trajectory
 from raggedright.store.memory import MemoryStore
-from raggedright.store.protocol import SessionEntry, Store
+from raggedright.store.protocol import Store
 from raggedright.train.models import make_tokenizer
+from recorded import recorded_sessions
 
 TOKENIZER = make_tokenizer(SYMBOLS)
 EOS: int = TOKENIZER.eos_token_id  # type: ignore[assignment]
@@ -26,6 +28,7 @@ class NoiseEngine:
     def __init__(self, context_tokens: int = 4096) -> None:
         self.context_tokens = context_tokens
         self.requests: list[Request] = []
+        self.forgotten: list[bytes] = []
 
     async def generate(self, request: Request) -> Generation:
         self.requests.append(request)
@@ -43,6 +46,9 @@ class NoiseEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         raise NotImplementedError
+
+    def forget(self, noise: bytes) -> None:
+        self.forgotten.append(noise)
 
     def abort(self) -> None:
         raise NotImplementedError
@@ -94,25 +100,23 @@ def run(
 def recorded(store: Store, prompts: Iterable[str] | None = None) -> list[tuple[object, ...]]:
     """Every bit of the sessions of these prompts, to compare."""
     wanted = None if prompts is None else {*prompts}
-    entries = [entry for entry in store.list() if wanted is None or entry.key.prompt in wanted]
-    return [(entry, *map(_values, _fields(store, entry))) for entry in entries]
-
-
-def rows(store: Store) -> list[dict[str, list]]:
-    """The fields of all rows, as lists."""
     return [
-        {name: value.tolist() for name, value in row.items()} for entry in store.list() for row in _fields(store, entry)
+        (each.key, each.score, each.cause, {**each.metrics}, *map(_values, each.trajectories))
+        for each in recorded_sessions(store)
+        if wanted is None or each.key.prompt in wanted
     ]
 
 
-def causes(store: Store) -> dict[tuple[str, int, int], str]:
-    return {e.key[1:]: e.cause for e in store.list(state="failed")}
+def rows(store: Store) -> list[dict[str, list]]:
+    """The token fields of all rows, as lists."""
+    trajectories = [trajectory for session in recorded_sessions(store) for trajectory in session.trajectories]
+    return [{name: each.fields[name].tolist() for name in TOKEN_FIELDS} for each in trajectories]
 
 
-def _fields(store: Store, entry: SessionEntry) -> list[dict]:
-    names = ("input_ids", "response_mask", "rollout_log_probs")
-    return [*store.get([row.key for row in entry.rows], names)]
+def causes(store: Store, round: int = 1) -> dict[tuple[str, int, int], str]:
+    return {each.key[1:]: each.cause for each in recorded_sessions(store, round) if each.cause}
 
 
-def _values(row: dict) -> tuple[object, ...]:
-    return tuple((name, str(value.dtype), tuple(value.tolist())) for name, value in row.items())
+def _values(row: Trajectory) -> tuple[object, ...]:
+    said = (row.role, row.reward, row.finish_reason, row.generations, row.cut_generations, row.weight_version)
+    return (*said, *((name, str(value.dtype), value.tolist()) for name, value in sorted(row.fields.items())))

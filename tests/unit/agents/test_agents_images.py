@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents import tiles
 from raggedright.agents.session import Session, Task
-from raggedright.agents.vision import IMAGE_FIELDS, Vision
+from raggedright.agents.vision import MEDIA, Vision
 from raggedright.errors import RowsError
 from raggedright.rollout.protocol import Generation, Sampling
 from raggedright.store.protocol import Store
+from recorded import recorded_sessions
 from unit.agents.scripted import NoiseEngine, ScriptEngine, causes, run
 from unit.vision_cases import END, START, load
 
@@ -45,11 +46,10 @@ def run_one(agent, *replies, tokenizer: PreTrainedTokenizerBase = TOKENIZER, vis
 
 
 def fields(store: Store) -> list[dict]:
-    return [
-        row
-        for entry in store.list()
-        for row in store.get([each.key for each in entry.rows], ("input_ids", "response_mask", *IMAGE_FIELDS))
-    ]
+    """The fields of all rows, with their media in a mapping of its own."""
+    rows = [trajectory.fields for session in recorded_sessions(store) for trajectory in session.trajectories]
+    media = [{n.partition(".")[2]: v for n, v in row.items() if n.startswith(f"{MEDIA}.")} for row in rows]
+    return [{**row, MEDIA: of_row} for row, of_row in zip(rows, media, strict=True)]
 
 
 def test_a_row_has_the_processors_tokens_pixels_and_positions_with_axes():
@@ -155,10 +155,10 @@ def test_tiles_that_are_counted_right_score_one_and_rows_mix(monkeypatch):
     store = run(
         tiles.Tiles(), sessions, engine=engine, tokenizer=TOKENIZER, vision=VISION, sampling=sampling, timeout=30.0
     )
-    entries = store.list()
+    entries = recorded_sessions(store)
     assert {entry.score for entry in entries} == {1.0}
-    assert {len(entry.rows) for entry in entries} == {1, 2, 3}
-    roles = [row.tags["role"] for entry in entries for row in entry.rows]
+    assert {len(entry.trajectories) for entry in entries} == {1, 2, 3}
+    roles = [row.role for entry in entries for row in entry.trajectories]
     assert 0.1 < roles.count("told") / len(roles) < 0.5
     widths = {int(grid[2]) for r in engine.requests if r.media for grid in r.media["image_grid_thw"]}
     assert widths == {2, 4, 6}
@@ -172,8 +172,8 @@ def test_a_malformed_note_ends_the_session():
     store = run(
         tiles.Tiles(), [task], engine=ScriptEngine([4, 4]), tokenizer=TOKENIZER, vision=VISION, sampling=sampling
     )
-    (entry,) = store.list()
-    assert (entry.score, len(entry.rows)) == (0.0, 1)
+    (entry,) = recorded_sessions(store)
+    assert (entry.score, len(entry.trajectories)) == (0.0, 1)
 
 
 def test_the_agent_of_the_page_looks_and_is_recorded(tmp_path):
@@ -184,7 +184,7 @@ def test_the_agent_of_the_page_looks_and_is_recorded(tmp_path):
     task = (Task(uid="p", data={"path": str(tmp_path / "picture.png")}), 0)
     engine = ScriptEngine([5, EOS], [5, EOS], [7, EOS])
     store = run(names["describe"], [task], engine=engine, tokenizer=TOKENIZER, vision=VISION)
-    (entry,) = store.list()
+    (entry,) = recorded_sessions(store)
     assert (entry.cause, entry.score) == ("", 1.0)
     looked, text = fields(store)
     assert looked["multi_modal_inputs"]["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]]

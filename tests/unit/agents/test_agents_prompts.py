@@ -45,6 +45,23 @@ def test_a_round_has_no_task_twice_and_an_epoch_each_task_once(size, batch_size,
     assert [uids(backwards.of_round(i, batch_size)) for i in range(num_rounds, 0, -1)] == rounds[::-1]
 
 
+@given(size=st.integers(1, 30), most=st.integers(1, 30), seed=st.integers(0, 2**40), data=st.data())
+def test_rounds_that_draw_what_they_need_have_no_task_twice_and_an_epoch_each_task_once(size, most, seed, data):
+    """What is at a place does not depend on how the rounds before it were cut."""
+    most = min(size, most)
+    counts = data.draw(st.lists(st.integers(1, most), min_size=1, max_size=30))
+    made = [Task(uid=str(i), data={}) for i in range(size)]
+    tasks, stream = FileTasks("made", made, seed=seed), []
+    for count in counts:
+        names = uids(tasks.draw(len(stream), count, batch_size=1, most=most))
+        assert len({*names}) == count
+        stream += names
+    for start in range(0, len(stream) - size + 1, size):
+        assert Counter(stream[start : start + size]) == Counter(map(str, range(size)))
+    again = FileTasks("made", made, seed=seed)
+    assert [uids(again.draw(i, 1, batch_size=1, most=most))[0] for i in range(len(stream))] == stream
+
+
 def test_every_epoch_and_seed_has_an_order_of_its_own():
     made = [Task(uid=str(i), data={}) for i in range(20)]
     orders = {tuple(uids(FileTasks("made", made, seed=seed).of_round(i, 20))) for seed in range(3) for i in range(1, 5)}

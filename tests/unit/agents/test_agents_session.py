@@ -7,8 +7,9 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from raggedright.agents.session import Session, Task
+from raggedright.agents.session import Session, SessionError, Task
 from raggedright.rollout.protocol import Sampling
+from recorded import recorded_sessions
 from unit.agents.scripted import EOS, NoiseEngine, ScriptEngine, causes, rows, run, tasks_of
 
 TEMPLATE = (
@@ -60,7 +61,7 @@ def test_generated_tokens_carry_loss_and_observed_ones_none():
         return 1
 
     store, engine = run_one(agent, [4, EOS], [5, 6, 7])
-    (entry,) = store.list()
+    (entry,) = recorded_sessions(store)
     main, other = rows(store)
     prompt = [1, 11, 2, 13]
     assert main["input_ids"] == [*prompt, 4, EOS, 7, 8, 9, 5]
@@ -70,17 +71,13 @@ def test_generated_tokens_carry_loss_and_observed_ones_none():
     assert engine.requests[0].noise == engine.requests[1].noise
     assert (other["input_ids"], other["response_mask"], other["rollout_log_probs"]) == ([1, 2], [], [])
     assert (entry.score, type(entry.score)) == (1.0, float)
-    metrics = {"metric/exact_match": 1.0, "metric/tries": 2.5}
-    expected = {"role": "main", "reward": 0.25, "finish_reason": "length", "weight_version": 3, **metrics}
-    assert entry.rows[0].tags == expected
-    assert entry.rows[1].tags == {
-        "role": "agent",
-        "reward": None,
-        "finish_reason": "none",
-        "weight_version": -1,
-        **metrics,
-    }
-    counts = [(row.prompt_tokens, row.response_tokens, row.loss_tokens) for row in entry.rows]
+    assert entry.metrics == {"exact_match": 1.0, "tries": 2.5}
+    first, second = entry.trajectories
+    assert (first.role, first.reward, first.finish_reason, first.weight_version) == ("main", 0.25, "length", 3)
+    assert (first.generations, first.cut_generations) == (2, 1)
+    assert (second.role, second.reward, second.finish_reason, second.weight_version) == ("agent", None, "none", -1)
+    assert (second.generations, second.cut_generations) == (0, 0)
+    counts = [(row.prompt_tokens, row.response_tokens, row.loss_tokens) for row in entry.trajectories]
     assert counts == [(4, 6, 3), (2, 0, 0)]
 
 
@@ -114,7 +111,7 @@ def test_trajectories_run_at_once_and_are_numbered_as_they_open():
         return 1.0
 
     store, engine = run_one(agent)
-    assert [row.tags["role"] for row in store.list()[0].rows] == [f"r{i}" for i in range(5)]
+    assert [row.role for row in recorded_sessions(store)[0].trajectories] == [f"r{i}" for i in range(5)]
     assert len({request.noise for request in engine.requests}) == 5
 
 
@@ -232,3 +229,22 @@ def test_text_that_a_made_tokenizer_does_not_know_fails_the_session():
     cause = causes(run(greets, [(task, 0) for task in tasks_of("a")]))["a", 0, 0]
     assert "the tokenizer has no token for 'Helo'" in cause
     assert "a made model knows its model.symbols alone" in cause
+
+
+def test_fields_that_are_attached_have_one_number_per_response_token():
+    async def agent(task: Task, session: Session) -> float:
+        main = session.trajectory("1:2=")
+        await main.generate()
+        main.attach(teacher_log_probs=[-1.0, -2.0])
+        main.observe("7")
+        with pytest.raises(SessionError, match=r"row p/0/0: x has shape \(2,\) and the response 3 tokens"):
+            main.attach(x=[1.0, 2.0])
+        with pytest.raises(SessionError, match=r"x is 'abc'"):
+            main.attach(x="abc")  # pyright: ignore[reportArgumentType]
+        return 1
+
+    store, _ = run_one(agent, [4, EOS])
+    (entry,) = recorded_sessions(store)
+    assert {name: values.tolist() for name, values in entry.trajectories[0].extra.items()} == {
+        "teacher_log_probs": [-1.0, -2.0, 0.0]
+    }

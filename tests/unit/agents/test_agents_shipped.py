@@ -15,6 +15,7 @@ from raggedright.agents.session import Task
 from raggedright.rollout.local import LocalEngine
 from raggedright.rollout.protocol import Generation
 from raggedright.store.memory import MemoryStore
+from recorded import recorded_sessions
 from unit.agents.scripted import EOS, TOKENIZER, NoiseEngine, ScriptEngine, causes, rows, run, settings
 from unit.agents.test_agents_session import CHAT, ids
 
@@ -43,12 +44,12 @@ def prompts(store) -> list[str]:
 @pytest.mark.parametrize(("agent", "most"), [(compact, 4), (delegate, 3)])
 def test_right_answers_score_one_and_groups_stay_ragged(agent, most):
     store = run(agent, made(), engine=Oracle())
-    entries = store.list()
+    entries = recorded_sessions(store)
     assert {entry.score for entry in entries} == {1.0}
-    assert all(row.tags["metric/exact_match"] == 1.0 for entry in entries for row in entry.rows)
-    counts = [len(entry.rows) for entry in entries]
+    assert all(entry.metrics["exact_match"] == 1.0 for entry in entries)
+    counts = [len(entry.trajectories) for entry in entries]
     assert {*range(1, most + 1)} == {*counts}
-    ragged = sum(len({len(e.rows) for e in store.list(prompt=str(i))}) > 1 for i in range(20))
+    ragged = sum(len({len(e.trajectories) for e in entries if e.key.prompt == str(i)}) > 1 for i in range(20))
     assert ragged >= 12
 
 
@@ -66,22 +67,22 @@ def test_compaction_carries_its_memory_into_a_fresh_context(session):
 @pytest.mark.parametrize("reply", [[4], [EOS], [4, 4], [4, 10], [10, EOS]])
 def test_a_malformed_memory_ends_the_session(reply):
     task = Task(uid="p", data={"digits": [*"3141592"]})
-    (entry,) = run(compact, [(task, 0)], engine=ScriptEngine([3, EOS], reply)).list()
-    assert (entry.score, len(entry.rows)) == (0.0, 2)
-    assert entry.rows[0].tags["metric/exact_match"] == 0.0
+    (entry,) = recorded_sessions(run(compact, [(task, 0)], engine=ScriptEngine([3, EOS], reply)))
+    assert (entry.score, len(entry.trajectories)) == (0.0, 2)
+    assert entry.metrics["exact_match"] == 0.0
 
 
 def test_form_alone_scores_a_tenth():
     task = Task(uid="p", data={"digits": [*"31"]})
-    (entry,) = run(compact, [(task, 0)], engine=ScriptEngine(*[[2, EOS]] * 4)).list()
+    (entry,) = recorded_sessions(run(compact, [(task, 0)], engine=ScriptEngine(*[[2, EOS]] * 4)))
     assert entry.score == pytest.approx(0.1)
 
 
 def test_delegation_reports_to_the_main_agent():
     task = Task(uid="p", data={"digits": [*"3141592"]})
     store = run(delegate, [(task, 0)], engine=Oracle())
-    (entry,) = store.list()
-    assert [row.tags["role"] for row in entry.rows] == ["sub-agent", "sub-agent", "main"]
+    (entry,) = recorded_sessions(store)
+    assert [row.role for row in entry.trajectories] == ["sub-agent", "sub-agent", "main"]
     first, second, main = prompts(store)
     reports, own = main[:-1].split(":")
     assert own + first[2:-1] + second[2:-1] == "3141592"
@@ -116,7 +117,7 @@ def test_chat_scores_its_reply_by_a_function_of_the_users(reward):
     ]
     replies = ScriptEngine(ids("hi<eos>"), ids("no<eos>"))
     store = run(agent, [(task, 0) for task in given], engine=replies, tokenizer=CHAT)
-    assert [entry.score for entry in store.list()] == [1.0, 0.0, None]
+    assert [entry.score for entry in recorded_sessions(store)] == [1.0, 0.0, None]
     assert rows(store)[0]["input_ids"] == ids("<system>be kind;<user>say hi;<assistant>hi<eos>")
     assert causes(store)["c", 0, 0].startswith(
         "ValueError: task c has no messages and no prompt; its fields are answer"

@@ -215,6 +215,49 @@ async def reports_broken_text(task, session):
     session.trajectory("1=", role="\ud800")
 
 
+class NoNumber:
+    def __float__(self) -> float:
+        raise LookupError("no such number")
+
+    def __repr__(self) -> str:
+        return "NoNumber()"
+
+
+async def returns_what_is_no_number(task, session):
+    await one_reply(session)
+    return NoNumber()
+
+
+async def rewards_what_is_no_number(task, session):
+    session.trajectory("1=").reward = NoNumber()
+    return 1.0
+
+
+async def sets_a_role_that_is_a_list(task, session):
+    session.trajectory("1=").role = ["judge"]
+    return 1.0
+
+
+async def sets_a_role_of_broken_text(task, session):
+    session.trajectory("1=").role = "\ud800"
+    return 1.0
+
+
+async def stops_at_broken_text(task, session):
+    await session.trajectory("1=").generate(stop=["\ud800"])
+
+
+async def cancels_everybody(task, session):
+    for each in asyncio.all_tasks():
+        each.cancel()
+    await one_reply(session)
+
+
+async def generates_in_a_thread(task, session):
+    trajectory = session.trajectory("1=")
+    await asyncio.to_thread(lambda: asyncio.run(trajectory.generate()))
+
+
 ZOO = {
     raises: "ValueError: no such city (test_agents_zoo.py:",
     raises_long: "ValueError: xxx",
@@ -255,6 +298,13 @@ ZOO = {
     generates_twice_at_once: "SessionError: row generates_twice_at_once/0/0 is generating; await it first",
     observes_while_generating: "SessionError: row observes_while_generating/0/0 is generating; await it first",
     misspells: "AttributeError: 'Trajectory' object has no attribute 'rewrd'",
+    returns_what_is_no_number: "returned a NoNumber; end",
+    rewards_what_is_no_number: "SessionError: row rewards_what_is_no_number/0/0: reward is NoNumber(); it",
+    sets_a_role_that_is_a_list: "SessionError: row sets_a_role_that_is_a_list/0/0: role is ['judge']; it takes text",
+    sets_a_role_of_broken_text: "SessionError: row sets_a_role_of_broken_text/0/0: role is '\\ud800'; it takes text",
+    stops_at_broken_text: "SessionError: row stops_at_broken_text/0/0: stop is ['\\ud800']; it takes texts",
+    cancels_everybody: "CancelledError: the agent cancelled its own task",
+    generates_in_a_thread: "SessionError: generate was called in another thread than the agent's; await it",
     reports_broken_text: "SessionError: row reports_broken_text/0/0: role is '\\ud800'; it takes text",
 }
 BY_NAME = {agent.__name__: agent for agent in ZOO}
@@ -313,6 +363,40 @@ def test_an_agent_is_not_interrupted_in_a_finalizer_which_python_would_report_an
 
     store = run(frees, [(task, 0) for task in tasks_of("a")])
     assert causes(store)["a", 0, 0].startswith("blocked the event loop for 0.")
+
+
+def test_what_an_agent_sets_in_torch_is_put_back_before_training():
+    async def sets(task, session):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float16)
+        await one_reply(session)
+        return 1.0
+
+    assert not causes(run(sets, [(task, 0) for task in tasks_of("a")]))
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_threads_that_hang_take_no_room_from_others_and_do_not_hold_up_the_interpreters_exit():
+    """A pool of threads has some ten of them, and Python waits for each at its exit."""
+    script = """
+import asyncio, time
+from unit.agents.scripted import causes, run, tasks_of
+
+async def agent(task, session):
+    await asyncio.to_thread(time.sleep, 600 if task.uid == "hangs" else 0)
+    await session.trajectory("1=").generate()
+    return 1.0
+
+pairs = [(task, i) for task in tasks_of(("hangs", "a")) for i in range(50)]
+found = causes(run(agent, pairs, timeout=1.0))
+print(sorted({key[0] for key in found}), len(found), flush=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
+    assert ended.stdout == "['hangs'] 50\n", ended.stderr
+    assert ended.returncode == 0
 
 
 def test_an_agent_that_is_not_async_is_told_so():

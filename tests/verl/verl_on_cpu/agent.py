@@ -12,7 +12,7 @@ from raggedright.agents.compaction import compact
 from raggedright.agents.session import Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.rollout.protocol import Generation, Request, Sampling
-from raggedright.store.protocol import SessionKey
+from raggedright.sessions import SessionKey
 
 
 @register("compaction")
@@ -45,7 +45,7 @@ class CompactionLoop(AgentLoopBase):
         )
         reward = await compact(session.task, session)
         versions = {"min_global_steps": min(steps), "max_global_steps": max(steps)}
-        return [_output(row.fields, row.prompt_tokens, reward, versions) for row in session.rows()]
+        return [_output(row.fields, row.prompt_tokens, reward, versions) for row in session.record(reward).trajectories]
 
 
 def _output(fields: Any, prompt_tokens: int, reward: float, versions: dict[str, int]) -> AgentLoopOutput:

@@ -1,0 +1,73 @@
+"""Which keys have no effect because of another key's value: one rule per group of keys.
+
+A key that was set in the file or on the command line and has no effect is one warning. A key that was not set and has
+no effect is left out of the resolved config, so that training again from it does not warn.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from raggedright.config.sections import Critic
+
+if TYPE_CHECKING:
+    from raggedright.config.schema import Config
+
+
+class Rule(NamedTuple):
+    """These keys have an effect only where the value of `decided_by` passes; `remedy` is how to make it pass."""
+
+    keys: tuple[str, ...]
+    decided_by: str
+    passes: Callable[[object], bool]
+    remedy: str
+
+
+def _one_of(keys: str, decided_by: str, *values: str) -> Rule:
+    return Rule(tuple(keys.split()), decided_by, lambda value: value in values, f"set it to {' or '.join(values)}")
+
+
+def _given(value: object) -> bool:
+    return value is not None
+
+
+_OF_CRITIC = tuple(f"critic.{name}" for name in Critic.model_fields if name not in ("mini_batch_size", "warmup_rounds"))
+RULES = (  # the first rule that a key breaks is reported
+    Rule(("model.symbols",), "model.made", _given, "give it instead of model.path"),
+    Rule(("prompts.eval_source", "eval.prompts"), "eval.every", bool, "set it to 1 or more"),
+    _one_of("rollout.retries", "rollout.on_failure", "retry"),
+    Rule(("rollout.max_sampled_batches",), "rollout.dynamic_sampling", bool, "set it to true"),
+    _one_of("train.loss_norm_tokens", "train.loss_agg", "seq-mean-token-sum-norm"),
+    Rule(("train.over_long",), "train.micro_batch_rows", lambda rows: rows is None, "set train.micro_batch_tokens"),
+    _one_of("algorithm.std", "algorithm.advantages", "grpo"),
+    _one_of("algorithm.gamma algorithm.lam algorithm.whiten", "algorithm.advantages", "gae"),
+    _one_of("algorithm.clip_low algorithm.clip_high algorithm.dual_clip", "algorithm.policy_loss", "ppo", "gspo"),
+    _one_of("reference.coef reference.estimator", "reference.kl", "loss", "reward"),
+    Rule(_OF_CRITIC, "critic.mini_batch_size", _given, "set it to train a critic"),
+    _one_of("critic.final", "critic.decay", "linear", "cosine"),
+    _one_of("optimizer.final", "optimizer.decay", "linear", "cosine"),
+    _one_of(
+        "parallel.cpus_per_rank parallel.gpus_per_rank parallel.placement parallel.start_timeout",
+        "parallel.launcher",
+        "ray",
+    ),
+    _one_of("store.storage_units store.timeout", "store.backend", "transfer_queue"),
+    Rule(("logging.sample_every",), "logging.sample_sessions", bool, "set it to 1 or more"),
+)
+
+
+def without_effect(config: "Config", *, explicit: bool) -> Iterator[tuple[str, str]]:
+    """Each key without effect, set explicitly or not, and the sentence that says why."""
+    seen = set()
+    for rule in RULES:
+        deciding = config.store_backend if rule.decided_by == "store.backend" else _value(config, rule.decided_by)
+        for key in () if rule.passes(deciding) else rule.keys:
+            section, name = key.split(".")
+            if key not in seen and (name in getattr(config, section).model_fields_set) == explicit:
+                seen.add(key)
+                why = f"{rule.decided_by} is {'not set' if deciding is None else deciding}"
+                yield key, f"{key} is {_value(config, key)} and has no effect: {why}; {rule.remedy}, or remove {key}"
+
+
+def _value(config: "Config", key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)

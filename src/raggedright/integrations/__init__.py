@@ -1,1 +1,0 @@
-"""raggedright inside other trainers, by their own extension points."""

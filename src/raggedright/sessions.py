@@ -1,0 +1,340 @@
+"""Sessions and trajectories: what agents produce, what stores keep, and what the planner's rows are made from.
+
+`Trajectory` is one token sequence as it was sampled, `Session` one run of an agent with all its trajectories. A round
+of either is a `SessionTable`: the numbers of many sessions and their rows in columns, without their tensors. That is
+what ranks send to each other and what a store lists, because a million rows are too many for one object each.
+
+Invariants: a trajectory's arrays have the lengths of its tokens; a finished session has a finite score and no cause, a
+failed one has a cause and no trajectories; a table is in the order of its keys and has each session once.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from math import isfinite
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raggedright.advantages import Scores
+from raggedright.arrays import Bools, Floats, Ints, Strings, mean_of, offsets, within
+from raggedright.errors import RaggedRightError
+from raggedright.rows import Rows
+
+State = Literal["finished", "failed"]
+Fields = Mapping[str, NDArray]
+DTYPES = frozenset(
+    ("bool", "float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+)  # of a trajectory's arrays
+TOKEN_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
+LARGEST = 2**63 - 1
+MOST_TRAJECTORIES = 2**16  # of a session
+
+
+class SessionError(RaggedRightError):
+    """A session cannot be recorded as it is; the error names the session or row."""
+
+
+class SessionKey(NamedTuple):
+    """One run of an agent on a prompt in a round; `attempt` counts its runs from 0."""
+
+    round: int
+    prompt: str
+    session: int
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"round {self.round}, session {self.prompt:.60}/{self.session}, attempt {self.attempt}"
+
+
+class RowKey(NamedTuple):
+    """One trajectory of a session."""
+
+    round: int
+    prompt: str
+    session: int
+    attempt: int
+    trajectory: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, row {self.prompt:.60}/{self.session}/{self.trajectory}, attempt {self.attempt}"
+
+    @property
+    def of_session(self) -> SessionKey:
+        """The session that it belongs to."""
+        return SessionKey(*self[:4])
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Trajectory:
+    """One token sequence: a prompt, then response tokens that were generated or observed.
+
+    - `response_mask` is 1 for response tokens that carry loss, 0 for the others.
+    - `rollout_log_probs` are of the distribution that a token was sampled from, 0 for observed tokens.
+    - `extra` has further arrays by name: `position_ids`, `routed_experts`, images as `multi_modal_inputs.NAME`, or an
+      agent's own fields with one value per response token.
+    """
+
+    input_ids: NDArray
+    response_mask: NDArray
+    rollout_log_probs: NDArray
+    role: str = "agent"
+    reward: float | None = None
+    finish_reason: str = "none"  # of its last generation
+    generations: int = 0
+    cut_generations: int = 0  # those that ended at a limit of length
+    weight_version: int = -1  # the oldest weights that one of its tokens was sampled with; -1 without such a token
+    extra: Fields = field(default_factory=dict)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the response."""
+        return len(self.input_ids) - len(self.response_mask)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens of the response."""
+        return len(self.response_mask)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Response tokens that carry loss."""
+        return int(self.response_mask.sum())
+
+    @property
+    def extra_names(self) -> str:
+        """The names of its extra fields, one per line."""
+        return "\n".join(sorted(self.extra))
+
+    @property
+    def fields(self) -> dict[str, NDArray]:
+        """All arrays by name."""
+        return {**{name: getattr(self, name) for name in TOKEN_FIELDS}, **self.extra}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Session:
+    """One run of an agent on a prompt: finished with a score and its trajectories, or failed with a cause."""
+
+    key: SessionKey
+    score: float | None = None
+    cause: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    trajectories: Sequence[Trajectory] = ()
+
+    @property
+    def state(self) -> State:
+        """A session that has a cause has failed."""
+        return "failed" if self.cause else "finished"
+
+
+def check_session(session: Session) -> None:
+    """Refuse what cannot be recorded: a SessionError names the session, or the row and its field."""
+    key, score = session.key, session.score
+    for name in ("round", "session", "attempt"):
+        if type(value := getattr(key, name)) is not int or not 0 <= value <= LARGEST:
+            raise SessionError(f"{key!r:.200}: {name} is {value!r:.40}; it takes an integer from 0 to {LARGEST:,}")
+    if not is_text(key.prompt):
+        raise SessionError(f"{key!r:.200}: prompt is {key.prompt!r:.60}; it takes text that UTF-8 can encode")
+    if not is_text(session.cause):
+        raise SessionError(f"{key}: cause is {session.cause!r:.80}; it takes text")
+    if session.cause and (score is not None or session.trajectories):
+        raise SessionError(f"{key}: failed ({session.cause:.80}) with a score or trajectories; leave them out")
+    if not session.cause and not is_finite(score):
+        raise SessionError(f"{key}: score is {score!r:.60}; it takes a finite number, or record it with a cause")
+    for name, value in session.metrics.items():
+        if not is_text(name) or not is_finite(value):
+            raise SessionError(f"{key}: metric {name!r:.60} is {value!r:.60}; it takes a finite number")
+    if len(session.trajectories) > MOST_TRAJECTORIES:
+        raise SessionError(f"{key}: {len(session.trajectories):,} trajectories; a session has at most 65,536")
+    for i, trajectory in enumerate(session.trajectories):
+        _check_trajectory(RowKey(*key, i), trajectory)
+
+
+def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
+    for name, value in trajectory.fields.items():
+        if not is_text(name) or "\n" in name or type(value) is not np.ndarray or value.dtype.name not in DTYPES:
+            kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+            raise SessionError(
+                f"{key}: field {name!r:.60} is {kind}; a field has a name of one line and is a "
+                "numpy array of numbers or booleans"
+            )
+    ids, mask, log_probs = trajectory.input_ids, trajectory.response_mask, trajectory.rollout_log_probs
+    if not (ids.ndim == mask.ndim == log_probs.ndim == 1) or not len(mask) == len(log_probs) <= len(ids):
+        shapes = f"{ids.shape}, {mask.shape}, {log_probs.shape}"
+        raise SessionError(
+            f"{key}: input_ids, response_mask and rollout_log_probs have shapes {shapes}; each is one vector, and the "
+            "last two have one value per response token"
+        )
+    if not is_text(trajectory.role) or not is_text(trajectory.finish_reason):
+        raise SessionError(f"{key}: role is {trajectory.role!r:.60}; it takes text")
+    if trajectory.reward is not None and not is_finite(trajectory.reward):
+        raise SessionError(f"{key}: reward is {trajectory.reward!r:.60}; it takes a finite number or None")
+
+
+def is_text(value: object) -> bool:
+    """Whether it is text that UTF-8 can encode: no lone surrogates."""
+    return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a finite number of Python's own types that a float can hold."""
+    try:
+        return type(value) in (int, float) and isfinite(value)  # pyright: ignore[reportArgumentType]
+    except OverflowError:
+        return False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SessionTable:
+    """Sessions of one round in columns, in the order of (prompt, session), and their rows in the same order."""
+
+    round: int
+    prompt: Strings
+    session: Ints
+    attempt: Ints
+    score: Floats  # NaN if it failed
+    cause: Strings  # empty unless it failed
+    num_rows: Ints
+    metrics: Mapping[str, Floats] = field(default_factory=dict)  # by name; NaN where a session did not report it
+    row_columns: Mapping[str, NDArray] = field(default_factory=dict)  # by the names of ROW_COLUMNS
+
+    @classmethod
+    def of(cls, round: int, sessions: Iterable[Session]) -> "SessionTable":
+        """The table of some sessions of a round, the last attempt of each."""
+        found = sorted(sessions, key=lambda session: session.key)
+        lines = [(s.key.prompt, s.key.session, s.key.attempt, s.score, s.cause, s.metrics) for s in found]
+        return make_table(round, lines, [row_lines(s) for s in found])
+
+    @classmethod
+    def join(cls, tables: "Sequence[SessionTable]") -> "SessionTable":
+        """The sessions of all tables, which are of one round and have no session in common."""
+        (round,) = {table.round for table in tables}
+        tables = [table for table in tables if len(table)] or [tables[0]]
+        names = {name for table in tables for name in table.metrics}
+        joined = cls(
+            round=round,
+            **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(cls)[1:7]},
+            metrics={name: np.concatenate([t._metric(name) for t in tables]) for name in sorted(names)},
+            row_columns={n: np.concatenate([t.row_columns[n] for t in tables]) for n in ROW_COLUMNS},
+        )
+        number = {name: i for i, name in enumerate(sorted({*joined.prompt.tolist()}))}
+        order = np.lexsort((joined.session, np.array([number[name] for name in joined.prompt.tolist()])))
+        return joined if (order == np.arange(len(order))).all() else joined.take(order)
+
+    def take(self, at: Ints) -> "SessionTable":
+        """The sessions at these positions, in this order."""
+        starts, counts = offsets(self.num_rows)[:-1][at], self.num_rows[at]
+        of_rows = np.repeat(starts, counts) + within(counts)
+        return SessionTable(
+            round=self.round,
+            **{f.name: getattr(self, f.name)[at] for f in fields(self)[1:7]},
+            metrics={name: column[at] for name, column in self.metrics.items()},
+            row_columns={name: column[of_rows] for name, column in self.row_columns.items()},
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def failed(self) -> Bools:
+        """Which sessions failed."""
+        return np.isnan(self.score)
+
+    @cached_property
+    def causes(self) -> dict[tuple[str, int], str]:
+        """The cause of each failed session, by prompt and session."""
+        at = np.flatnonzero(self.failed).tolist()
+        return {(self.prompt[i], int(self.session[i])): self.cause[i] for i in at}
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows' counts, for the planner."""
+        counts = {name: self.row_columns[name] for name in ("prompt_tokens", "response_tokens", "loss_tokens")}
+        return Rows.from_columns(
+            prompt=np.repeat(self.prompt, self.num_rows),
+            session=np.repeat(self.session, self.num_rows),
+            trajectory=within(self.num_rows),
+            **counts,
+        )
+
+    @cached_property
+    def session_of_row(self) -> Ints:
+        """The position of each row's session."""
+        return np.repeat(np.arange(len(self)), self.num_rows)
+
+    @cached_property
+    def extra_fields(self) -> set[str]:
+        """The extra fields that some row has."""
+        return {name for names in {*self.row_columns["extra_names"].tolist()} for name in names.split("\n") if name}
+
+    def session_key(self, i: int) -> SessionKey:
+        """The key of the session at a position."""
+        return SessionKey(self.round, self.prompt[i], int(self.session[i]), int(self.attempt[i]))
+
+    def row_keys(self, at: Ints) -> list[RowKey]:
+        """The keys of the rows at these positions."""
+        of_session, trajectory = self.session_of_row[at], within(self.num_rows)[at]
+        columns = (self.prompt[of_session], self.session[of_session], self.attempt[of_session], trajectory)
+        return [RowKey(self.round, *key) for key in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def scores(self, on_failure: str) -> Scores:
+        """The score of each session that counts: a failed one counts as zero, or not at all."""
+        counts = ~self.failed | (on_failure == "zero")
+        score = np.where(self.failed, 0.0, self.score)
+        return Scores.from_columns(prompt=self.prompt[counts], session=self.session[counts], score=score[counts])
+
+    def mean_metrics(self, prefix: str) -> dict[str, float]:
+        """The mean of each metric over the sessions that reported it."""
+        return {f"{prefix}/{n}/mean": mean_of(column[~np.isnan(column)]) for n, column in self.metrics.items()}
+
+    def of_prompts(self, prompts: Collection[str]) -> "SessionTable":
+        """The sessions of these prompts."""
+        return self.take(np.flatnonzero([prompt in prompts for prompt in self.prompt.tolist()]))
+
+    def _metric(self, name: str) -> Floats:
+        return self.metrics.get(name, np.full(len(self), np.nan))
+
+
+ROW_COLUMNS: Mapping[str, type] = {
+    "prompt_tokens": np.int64,
+    "response_tokens": np.int64,
+    "loss_tokens": np.int64,
+    "generations": np.int64,
+    "cut_generations": np.int64,
+    "weight_version": np.int64,
+    "reward": np.float64,  # NaN without one
+    "finish_reason": object,
+    "role": object,
+    "extra_names": object,  # one per line
+}
+SessionLine = tuple[str, int, int, float | None, str, Mapping[str, float]]
+RowLine = Sequence[object]  # one value for each of ROW_COLUMNS
+
+
+def row_lines(session: Session) -> list[RowLine]:
+    """What a table says of each of a session's trajectories, in the order of ROW_COLUMNS."""
+    return [[getattr(trajectory, name) for name in ROW_COLUMNS] for trajectory in session.trajectories]
+
+
+def make_table(round: int, lines: Sequence[SessionLine], rows: Sequence[Sequence[RowLine]]) -> SessionTable:
+    """A table from lines in the order of their keys, each with prompt, session, attempt, score, cause and metrics."""
+    prompt, session, attempt, score, cause, metrics = [*zip(*lines, strict=True)] or [()] * 6
+    columns: Iterator = zip(*(row for of_session in rows for row in of_session), strict=True)
+    found = [*columns] or [()] * len(ROW_COLUMNS)
+    names = {name for reported in metrics for name in reported}
+    return SessionTable(
+        round=round,
+        prompt=np.array(prompt, dtype=object),
+        session=np.array(session, dtype=np.int64),
+        attempt=np.array(attempt, dtype=np.int64),
+        score=np.array(score, dtype=np.float64),  # None becomes NaN
+        cause=np.array(cause, dtype=object),
+        num_rows=np.array([len(each) for each in rows], dtype=np.int64),
+        metrics={name: np.array([m.get(name) for m in metrics], dtype=np.float64) for name in sorted(names)},
+        row_columns={
+            name: np.array(column, dtype=dtype)
+            for (name, dtype), column in zip(ROW_COLUMNS.items(), found, strict=True)
+        },
+    )

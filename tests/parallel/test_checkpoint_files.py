@@ -1,0 +1,159 @@
+"""Every checkpoint that is kept can be resumed from, and a damaged one is named before anything of it is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.whole_runs import distance, train_one, weights_of, write_run
+from raggedright.cli import main
+from raggedright.config.load import dump_config, load_config
+from raggedright.report.events import EventsError, read_events
+from raggedright.train.checkpoint import check_files, checkpoints
+from raggedright.train.world import TrainError, World
+
+ALONE = World(0, 1, torch.device("cpu"))
+SHORT: dict[str, dict[str, object]] = {"train": {"rounds": 6, "epochs": 1}, "checkpoint": {"every": 2}}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the defaults of `checkpoint.keep` and `store.keep_rounds`."""
+    folder = write_run(tmp_path_factory.mktemp("finished") / "run", SHORT)
+    train_one(folder, ALONE)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    (copy / "config.toml").write_text(dump_config(load_config(finished / "config.toml", {"out": copy})))
+    return copy
+
+
+def test_the_older_of_two_checkpoints_can_be_resumed_from(finished: Path, run: Path):
+    kept = checkpoints(run)
+    assert [round for round, _ in kept] == [4, 6]
+    shutil.rmtree(kept[-1][1])
+    shutil.rmtree(run / "model")
+    train_one(run, ALONE)
+    assert distance(weights_of(run), weights_of(finished)) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "state.json"),
+        (b"{", "state.json"),
+        (b"[" * 200_000, "state.json"),
+        (b"\xff\xfe\x00", "state.json"),
+        (b"[]", "state.json"),
+        (b'{"round": "six"}', "state.json"),
+        (b'{"round": 6, "optimizer_steps": {"actor": 1e999}}', "state.json"),
+        (None, "has no state.json"),
+    ],
+)
+def test_a_damaged_state_file_is_a_sentence_that_names_the_checkpoint_before(run: Path, text: bytes | None, words: str):
+    newest = checkpoints(run)[-1][1]
+    (newest / "state.json").unlink()
+    if text is not None:
+        (newest / "state.json").write_bytes(text)
+    with pytest.raises(TrainError, match=words) as error:
+        train_one(run, ALONE)
+    assert "round-000004" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_flipped_bit_in_a_checkpoint_is_refused_before_it_is_loaded(run: Path, name: str):
+    newest = checkpoints(run)[-1][1]
+    data = bytearray((newest / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (newest / name).write_bytes(data)
+    with pytest.raises(TrainError, match=rf"{name} was altered.*round-000004"):
+        train_one(run, ALONE)
+
+
+def test_a_file_missing_from_the_only_checkpoint_says_to_start_again(run: Path):
+    (_, older), (_, newest) = checkpoints(run)
+    shutil.rmtree(older)
+    (newest / "__0_0.distcp").unlink()
+    with pytest.raises(TrainError, match=r"__0_0.distcp.*--fresh"):
+        train_one(run, ALONE)
+
+
+def test_checksums_cover_every_file_of_a_checkpoint(finished: Path):
+    folder = checkpoints(finished)[-1][1]
+    state = check_files(folder)
+    assert {*state.sha256, "state.json"} == {path.name for path in folder.iterdir()}
+    assert json.loads((folder / "state.json").read_text())["round"] == 6
+
+
+@pytest.mark.parametrize("text", [b"", b"\0" * 512, b"train = ["])
+def test_a_config_that_a_crash_emptied_is_taken_from_the_last_checkpoint(run: Path, tmp_path: Path, text: bytes):
+    given = tmp_path / "given.toml"
+    shutil.copy(run / "config.toml", given)
+    (run / "config.toml").write_bytes(text)
+    assert main(["train", str(given), "--out", str(run)]) == 0
+    assert load_config(run / "config.toml").train.rounds == 6
+
+
+def test_a_run_without_config_and_checkpoint_says_what_to_do(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = tmp_path / "given.toml"
+    shutil.copy(run / "config.toml", given)
+    (run / "config.toml").write_bytes(b"train = [")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["train", str(given), "--out", str(run)]) == 1
+    assert "--fresh" in capsys.readouterr().err
+
+
+def test_another_config_is_refused_even_where_the_runs_own_is_damaged(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = tmp_path / "given.toml"
+    shutil.copy(run / "config.toml", given)
+    (run / "config.toml").write_bytes(b"")
+    assert main(["train", str(given), "--out", str(run), "--seed", "99"]) == 1
+    assert "seed" in capsys.readouterr().err
+
+
+def test_a_record_that_lost_rounds_is_said_and_changes_no_weight(
+    finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A run without its events went on silently, and its report began in the middle."""
+    shutil.rmtree(checkpoints(run)[-1][1])
+    (run / "events.jsonl").write_bytes(b"")
+    train_one(run, ALONE)
+    assert "events.jsonl has 0 of the 4 rounds that the checkpoint contains" in capsys.readouterr().out
+    events = read_events(run / "events.jsonl")
+    assert [each.round for each in events.rounds] == [5, 6]
+    assert [(each.first_round, each.round) for each in events.warnings if each.kind == "events"] == [(1, 4)]
+    assert distance(weights_of(run), weights_of(finished)) == 0
+
+
+def test_a_damaged_record_is_refused_before_anything_is_trained(run: Path):
+    """The run trained to its end, and only then the report said so."""
+    shutil.rmtree(checkpoints(run)[-1][1])
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "events.jsonl").write_bytes(b"".join([lines[0], b"{\n", *lines[1:]]))
+    with pytest.raises(EventsError, match=r"events.jsonl, line 2: .*remove that line"):
+        train_one(run, ALONE)
+    assert [round for round, _ in checkpoints(run)] == [4]
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"another run"])
+def test_a_damaged_run_id_says_what_to_remove(run: Path, text: bytes):
+    """An empty one made every later start refuse the store, whatever was removed."""
+    (run / "run_id").write_bytes(text)
+    with pytest.raises(TrainError, match=r"run_id: .* remove it and rows.db"):
+        train_one(run, ALONE)
+    for name in ("run_id", "rows.db"):
+        (run / name).unlink()
+    shutil.rmtree(checkpoints(run)[-1][1])
+    train_one(run, ALONE)

@@ -176,7 +176,7 @@ def test_a_model_directory_of_ones_own_is_checked_and_json_says_what_was_found(t
     ("args", "code", "sentence"),
     [
         (("--model", "no-such-model"), 1, "--model no-such-model: not one of qwen3, qwen3-moe, qwen3-vl, mistral"),
-        (("--dp", "0"), 2, "'0' is not a list of whole numbers of at least 1"),
+        (("--dp", "0"), 2, "argument --dp: '0'"),
         (("--dtype", "int8"), 2, "invalid choice: 'int8'"),
     ],
 )

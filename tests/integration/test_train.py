@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -276,7 +277,7 @@ def test_a_run_whose_scores_are_all_equal_says_that_it_learned_nothing(tmp_path:
     assert last.startswith(f"rounds 1 to {rounds} had no gradient")
     assert "every finished session scored 0" in last
     assert f"warning: {last}" in out
-    assert last in (tmp_path / "run" / "report.html").read_text()
+    assert last in unescape((tmp_path / "run" / "report.html").read_text())
     assert {event["metrics"]["actor/grad_norm"] for event in events_of(tmp_path, "round")} == {0.0}
     assert {event["metrics"]["prompts/no_signal_ratio"] for event in events_of(tmp_path, "round")} == {1.0}
     assert "no signal 100%" in out

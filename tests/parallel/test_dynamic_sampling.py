@@ -112,7 +112,7 @@ def test_at_its_limit_the_batch_is_filled_up_and_a_warning_says_so(tmp_path: Pat
         assert round["ledger"]["sessions"] == {"trained": 32, "skipped (no signal)": 32}
         assert round["optimizer_steps"] == 2
     texts = [event["text"] for event in events_of(tmp_path, "warning") if event["kind"] == "dynamic sampling"]
-    assert texts[-1].startswith("rounds 1 to 2 did not find 8 prompts with signal (in the last one 0 of 16")
+    assert texts[-1].startswith("rounds 1 to 2 did not find 8 prompts with signal (in the last round 0 of 16")
     assert texts[-1] in out
     assert texts[-1] in (tmp_path / "run" / "report.html").read_text()
 

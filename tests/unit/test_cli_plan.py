@@ -187,7 +187,7 @@ def test_a_file_that_is_not_there_or_not_text_is_bad_input(tmp_path: Path):
         ((*VERIFICATION, "--align", "gcd"), "invalid choice: 'gcd'"),
         ((*VERIFICATION, "--micro-batch-rows", "8", "--micro-batch-tokens", "8"), "not allowed with"),
         ((*VERIFICATION, "--loss-agg", "seq-mean-token-sum-norm"), "set --loss-norm-tokens"),
-        ((*VERIFICATION, "--critic-warm-up"), "--critic-warm-up is given and there is no --critic-mini-batch-size"),
+        ((*VERIFICATION, "--critic-warm-up"), "--critic-warm-up is given and --critic-mini-batch-size is not set"),
         ((*VERIFICATION, "--compare", "--format", "svg"), "not with --format svg"),
         ((*VERIFICATION, "--seed", "-1"), "seed is -1"),
     ],

@@ -89,7 +89,7 @@ def test_an_unknown_key_outside_its_section_is_told_where_it_belongs() -> None:
         ({"algorithm": {"advantages": "gae"}, "critic": {"mini_batch_size": 2, "warmup_rounds": 2}}, "never trains"),
         ({"store": {"backend": "memory"}, "parallel": {"dp": 2}}, "use sqlite"),
         ({"parallel": {"shard": "fsdp2"}}, "nothing to shard over"),
-        ({"train": {"micro_batch_tokens": 8, "micro_batch_rows": 2}}, "micro_batch_tokens is 8 and micro_batch_rows is 2"),
+        ({"train": {"micro_batch_tokens": 8, "micro_batch_rows": 2}}, "micro_batch_rows is 2"),
         ({"train": {"loss_agg": "seq-mean-token-sum-norm"}}, "loss_norm_tokens"),
         ({"rollout": {"max_tokens": 8, "max_row_tokens": 8}}, "no room for a prompt"),
         ({"rollout": {"max_row_tokens": 9_000}}, "may fit no micro-batch"),

@@ -27,6 +27,9 @@ from raggedright.errors import ConfigError, RowsError
 from raggedright.rows import Rows
 
 Estimator = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline"]
+# The losses of `tensors/losses.py`, here because a config names them without importing torch.
+PolicyLoss = Literal["ppo", "gspo", "reinforce"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

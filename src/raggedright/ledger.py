@@ -20,7 +20,7 @@ import numpy as np
 
 from raggedright.arrays import Bools, Ints
 from raggedright.errors import RaggedRightError, RowsError
-from raggedright.plan.plan import Plan
+from raggedright.plan.planner import Plan
 from raggedright.rows import Rows
 
 State = Literal["trained", "failed", "dropped", "skipped"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from raggedright.advantages import Scores, prompts_with_signal
 from raggedright.arrays import Floats, Ints, mean_of, std_of
-from raggedright.plan.plan import Plan
+from raggedright.plan.planner import Plan
 from raggedright.rows import Rows
 from raggedright.sessions import SessionTable
 

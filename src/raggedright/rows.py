@@ -1,32 +1,36 @@
-"""Rows: the numbers of a batch of trajectories, and nothing else. The planner sees only this.
+"""Rows: the counts of a batch of trajectories, and nothing else. The planner sees only these.
 
 A struct of arrays in the caller's order. A row is named by (prompt, session, trajectory); its key is
-`prompt/session/trajectory`. Invariants, checked when Rows are made: no key twice, no negative count,
-loss_tokens <= response_tokens. Arrays are read-only.
+`prompt/session/trajectory`. Invariants, checked when Rows are made: no key occurs twice, no count is negative,
+loss_tokens <= response_tokens. Arrays are read-only. An error names the line, record or row, and the field.
 
-The surprise: `order` ranks the rows by name, so that whatever is decided with it does not depend on
-the order in which rows arrived.
+Note: `order` ranks the rows by name, so decisions that use it do not depend on the order in which rows arrived. Fields
+that are unknown are ignored, so that a dump of another framework can be planned; only a misspelt `loss_tokens`, which
+would silently get its default, is refused.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from os import PathLike
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from raggedright.arrays import Bools, Ints, Strings, changes
 from raggedright.errors import RowsError
-from raggedright.records import COUNTS, FIELDS, LARGEST, check_records, parse_lines, too_many_loss_tokens
 
 PADDING_GROUP = "<padding>"
-"""How the prompts of padding rows begin; where a field has numbers for prompts, those of padding rows are negative."""
+"""Prompts of padding rows start with this; if a field has numbers for prompts, those of padding rows are negative."""
 
-CHUNK_ROWS = 500  # rows of a file that are checked together; more of them no longer fit the processor's cache
+LARGEST = 2**31 - 1
+CHUNK_ROWS = 500  # rows of a file that are checked together; more would not fit the processor's cache
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -54,7 +58,7 @@ class Rows:
         twice = ~(new_session | changes(self.trajectory[by_name]))
         if twice.any():
             i = int(by_name[np.flatnonzero(twice)[0]])
-            raise RowsError(f"row {self.key[i]} is given twice; a trajectory of a session has a number of its own")
+            raise RowsError(f"row {self.key[i]} is given twice; number the trajectories of a session differently")
         order, session_index = np.empty_like(by_name), np.empty_like(by_name)
         order[by_name] = np.arange(len(by_name))
         session_index[by_name] = np.cumsum(new_session) - 1
@@ -76,67 +80,55 @@ class Rows:
         is_padding: ArrayLike | None = None,
     ) -> "Rows":
         """Rows from one array or list per field; `loss_tokens` defaults to `response_tokens`."""
-        if {*map(type, prompt)} - {str}:
-            for i, name in enumerate(prompt):
-                if not isinstance(name, str):
-                    raise RowsError(f"row {i}: prompt is {name!r}; it takes a string")
-            prompt = [str(name) for name in prompt]
-        prompts = np.array(prompt, dtype=object)
-        num_rows = len(prompts)
-        given = (session, trajectory, prompt_tokens, response_tokens)
-        columns = {name: _counts(name, values, num_rows) for name, values in zip(COUNTS[:-1], given, strict=True)}
-        loss = response_tokens if loss_tokens is None else loss_tokens
-        columns["loss_tokens"] = _counts("loss_tokens", loss, num_rows)
-        over = np.flatnonzero(columns["loss_tokens"] > columns["response_tokens"])
-        if len(over):
-            i = int(over[0])
-            cause = too_many_loss_tokens(int(columns["loss_tokens"][i]), int(columns["response_tokens"][i]))
-            raise RowsError(f"row {i}: {cause}")
-        padding = np.zeros(num_rows, dtype=bool) if is_padding is None or num_rows == 0 else np.array(is_padding)
-        if padding.shape != (num_rows,) or padding.dtype != np.bool_:
-            raise RowsError(
-                f"is_padding has shape {padding.shape} and type {padding.dtype}; it takes {num_rows} booleans"
-            )
-        return cls(prompt=prompts, is_padding=padding, **columns)
+        loss_tokens = response_tokens if loss_tokens is None else loss_tokens
+        is_padding = np.zeros(len(prompt), dtype=bool) if is_padding is None else is_padding
+        values = (prompt, session, trajectory, prompt_tokens, response_tokens, loss_tokens, is_padding)
+        return cls(**_check_columns(dict(zip(FIELDS, values, strict=True)), "row {}".format))
 
     @classmethod
     def from_records(cls, records: Iterable[Mapping[str, object]]) -> "Rows":
         """Rows from one mapping per row, with the fields of a JSONL line."""
-        return cls._from_named((f"record {i}", record) for i, record in enumerate(records))
+        return cls._from_places((f"record {i}", record) for i, record in enumerate(records))
 
     @classmethod
     def from_jsonl(cls, source: str | PathLike[str] | Iterable[str | bytes]) -> "Rows":
-        """Rows from a path, or from the lines of an open file, one JSON object a line; blank lines are passed over."""
+        """Rows from a path, or from the lines of an open file, one JSON object per line; blank lines are ignored."""
         if not isinstance(source, str | PathLike):
-            return cls._from_named(parse_lines(source))
+            return cls._from_places(parse_lines(source))
         with open(source, "rb") as file:
-            return cls._from_named(parse_lines(file))
+            return cls._from_places(parse_lines(file))
 
     @classmethod
-    def _from_named(cls, named: Iterable[tuple[str, object]]) -> "Rows":
-        columns: list[list[str | int | bool]] = [[] for _ in FIELDS]
+    def _from_places(cls, records: Iterator[tuple[str, object]]) -> "Rows":
+        """Rows from records, each with its place for errors."""
         places: list[str] = []
-        named = iter(named)
-        while chunk := list(islice(named, CHUNK_ROWS)):
+        parts = [_check_columns({name: [] for name in FIELDS}, str)]
+        while chunk := list(islice(records, CHUNK_ROWS)):
+            parts.append(_check_columns(_columns_of(chunk), lambda i, chunk=chunk: chunk[i][0]))
             places += [where for where, _ in chunk]
-            for column, more in zip(columns, check_records(chunk), strict=True):
-                column.extend(more)
-        dtypes = {"prompt": object, "is_padding": bool}
-        arrays = {n: np.array(c, dtype=dtypes.get(n, np.int64)) for n, c in zip(FIELDS, columns, strict=True)}
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in FIELDS}
         try:
-            return cls(**arrays)
-        except RowsError as error:
-            raise _with_places(error, columns, places) from None
+            return cls(**columns)
+        except RowsError:
+            first: dict[tuple[object, ...], str] = {}
+            keys = zip(*(columns[name].tolist() for name in FIELDS[:3]), strict=True)
+            for key, where in zip(keys, places, strict=True):
+                if first.setdefault(key, where) != where:
+                    name = "/".join(map(str, key))
+                    raise RowsError(
+                        f"{where}: row {name} is in {first[key]} already; number the trajectories differently"
+                    ) from None
+            raise
 
     def to_records(self) -> Iterator[dict[str, str | int | bool]]:
-        """One mapping per row; `is_padding` only where it is true."""
+        """One mapping per row; `is_padding` only if it is true."""
         columns = [getattr(self, name).tolist() for name in FIELDS]
         for *values, is_padding in zip(*columns, strict=True):
             record = dict(zip(FIELDS[:-1], values, strict=True))
             yield {**record, "is_padding": True} if is_padding else record
 
     def to_jsonl(self, target: str | PathLike[str] | TextIO) -> None:
-        """Write one JSON object a line, in the rows' order."""
+        """Write one JSON object per line, in the rows' order."""
         if isinstance(target, str | PathLike):
             with open(target, "w", encoding="utf-8") as file:
                 self.to_jsonl(file)
@@ -148,23 +140,22 @@ class Rows:
         return Rows(**{name: getattr(self, name)[positions] for name in FIELDS})
 
     def with_padding(self, count: int, tokens: int) -> "Rows":
-        """These rows, then `count` padding rows of `tokens` tokens whose prompts are unlike any real one."""
+        """These rows, then `count` padding rows of `tokens` tokens whose prompts differ from all others."""
         if not count:
             return self
         prefix = PADDING_GROUP
         while any(name.startswith(prefix) for name in self.prompt.tolist()):
             prefix = f"<{prefix}>"
-        zeros = np.zeros(count, dtype=np.int64)
-        ends: dict[str, np.ndarray] = {
-            "prompt": np.array([f"{prefix}{i}" for i in range(count)], dtype=object),
-            "session": zeros,
-            "trajectory": zeros,
-            "prompt_tokens": zeros + 1,
-            "response_tokens": zeros + (tokens - 1),
-            "loss_tokens": zeros,
-            "is_padding": np.ones(count, dtype=bool),
-        }
-        return Rows(**{name: np.concatenate((getattr(self, name), end)) for name, end in ends.items()})
+        padding = Rows.from_columns(
+            prompt=[f"{prefix}{i}" for i in range(count)],
+            session=np.zeros(count, dtype=np.int64),
+            trajectory=np.zeros(count, dtype=np.int64),
+            prompt_tokens=np.full(count, 1),
+            response_tokens=np.full(count, tokens - 1),
+            loss_tokens=np.zeros(count, dtype=np.int64),
+            is_padding=np.ones(count, dtype=bool),
+        )
+        return Rows(**{name: np.concatenate((getattr(self, name), getattr(padding, name))) for name in FIELDS})
 
     @cached_property
     def key(self) -> Strings:
@@ -179,12 +170,12 @@ class Rows:
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts have a row."""
+        """Number of prompts that have a row."""
         return int(self.prompt_index.max(initial=-1)) + 1
 
     @property
     def num_sessions(self) -> int:
-        """How many sessions have a row."""
+        """Number of sessions that have a row."""
         return int(self.session_index.max(initial=-1)) + 1
 
     def __len__(self) -> int:
@@ -195,28 +186,114 @@ class Rows:
         return f"Rows({len(self):,} rows{padding}; {self.num_sessions:,} sessions of {self.num_prompts:,} prompts)"
 
 
-def _with_places(error: RowsError, columns: Sequence[Sequence[object]], places: Sequence[str]) -> RowsError:
-    """The error of rows of which two have one key, with the places of both."""
-    first: dict[tuple[object, ...], str] = {}
-    for key, where in zip(zip(*columns[:3], strict=True), places, strict=True):
-        if first.setdefault(key, where) != where:
-            name = "/".join(map(str, key))
-            return RowsError(f"{where}: row {name} stands at {first[key]} already; give each trajectory its own number")
-    return error
+FIELDS = tuple(each.name for each in fields(Rows) if each.init)
+"""The fields of a row, in their order everywhere; all but the first and the last are counts."""
+COUNTS = FIELDS[1:-1]
+REQUIRED = FIELDS[:-2]
 
 
-def _counts(name: str, values: ArrayLike, num_rows: int) -> Ints:
-    plain = isinstance(values, list | tuple) and {*map(type, values)} <= {int}
-    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=None if plain else object)
+def _check_columns(columns: Mapping[str, Any], place: Callable[[int], str]) -> dict[str, np.ndarray]:
+    """The columns as arrays of one length; an error names the field and, with `place`, the row."""
+    prompts = columns["prompt"]
+    if {*map(type, prompts)} - {str}:
+        for i, name in enumerate(prompts):
+            if not isinstance(name, str):
+                raise RowsError(f"{place(i)}: prompt is {name!r:.40}; it must be a string")
+        prompts = [str(name) for name in prompts]  # of subclasses, such as numpy's
+    arrays: dict[str, np.ndarray] = {"prompt": np.array(prompts, dtype=object)}
+    for name in COUNTS:
+        arrays[name] = _check_counts(name, columns[name], len(prompts), place)
+    over = np.flatnonzero(arrays["loss_tokens"] > arrays["response_tokens"])
+    if len(over):
+        loss, response = arrays["loss_tokens"][over[0]], arrays["response_tokens"][over[0]]
+        raise RowsError(
+            f"{place(over[0])}: loss_tokens is {loss:,} and response_tokens {response:,}; loss_tokens counts "
+            "response tokens only, so it cannot be larger"
+        )
+    padding = np.array(columns["is_padding"], dtype=bool if len(prompts) == 0 else None)
+    if padding.shape != (len(prompts),):
+        raise RowsError(f"is_padding has shape {padding.shape} and there are {len(prompts)} rows; it needs one each")
+    if padding.dtype != bool:
+        values = columns["is_padding"]
+        i = next((i for i, value in enumerate(values) if not isinstance(value, bool | np.bool_)))
+        raise RowsError(f"{place(i)}: is_padding is {values[i]!r:.40}; it must be true or false")
+    return {**arrays, "is_padding": padding}
+
+
+def _check_counts(name: str, values: ArrayLike, num_rows: int, place: Callable[[int], str]) -> Ints:
+    integers = isinstance(values, list | tuple) and {*map(type, values)} <= {int}
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=None if integers else object)
     if array.shape != (num_rows,):
-        raise RowsError(f"{name} has shape {array.shape} and prompt has {num_rows} rows; give one number a row")
+        raise RowsError(f"{name} has shape {array.shape} and there are {num_rows} rows; it needs one integer each")
     if array.dtype == object:
         for i, value in enumerate(array.tolist()):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise RowsError(f"row {i}: {name} is {value!r}; it takes a whole number from 0 to {LARGEST:,}")
+                raise RowsError(f"{place(i)}: {name} is {value!r:.40}; it must be an integer from 0 to {LARGEST:,}")
     elif array.dtype.kind not in "iu" and num_rows:
-        raise RowsError(f"{name} has type {array.dtype}; it takes whole numbers")
+        raise RowsError(f"{name} has type {array.dtype}; it must have integers")
     bad = np.flatnonzero((array < 0) | (array > LARGEST))
     if len(bad):
-        raise RowsError(f"row {bad[0]}: {name} is {array[bad[0]]:,}; it takes a whole number from 0 to {LARGEST:,}")
+        value = f"{array[bad[0]]:,}"
+        raise RowsError(f"{place(bad[0])}: {name} is {value:.40}; it must be an integer from 0 to {LARGEST:,}")
     return array.astype(np.int64)
+
+
+def _columns_of(chunk: Sequence[tuple[str, Any]]) -> dict[str, Sequence]:
+    """The columns of records, each with its place; an error names a field that is missing or misspelt."""
+    records = [record for _, record in chunk if isinstance(record, Mapping)]
+    columns: dict[str, Sequence] = {}
+    with suppress(KeyError):
+        columns = {name: [*map(itemgetter(name), records)] for name in REQUIRED}
+    if not columns or len(records) < len(chunk):
+        for where, record in chunk:
+            if not isinstance(record, Mapping):
+                raise RowsError(f"{where}: {record!r:.40} is not an object with the fields {', '.join(REQUIRED)}")
+            if missing := [name for name in REQUIRED if name not in record]:
+                raise RowsError(f"{where}: field {missing[0]} is missing; a row has {', '.join(REQUIRED)}")
+    without = [(where, record) for where, record in chunk if "loss_tokens" not in record]
+    for name in {*chain.from_iterable(record for _, record in without)} - {*FIELDS}:
+        if get_close_matches("loss_tokens", [str(name).lower()], n=1, cutoff=0.85):
+            where = next(where for where, record in without if name in record)
+            raise RowsError(f"{where}: field {name} is unknown; is it loss_tokens?")
+    columns["loss_tokens"] = [record.get("loss_tokens", record["response_tokens"]) for record in records]
+    columns["is_padding"] = [record.get("is_padding", False) for record in records]
+    return columns
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object, refused if it has a key twice: Python's own reader would silently keep the last value."""
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowsError(f"the key {twice!r:.40} is given {names.count(twice)} times in one object; keep one of them")
+    return record
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_without_duplicates).raw_decode
+
+
+def parse_lines(lines: Iterable[str | bytes], *, noun: str = "row") -> Iterator[tuple[str, object]]:
+    """The place and the JSON value of each line, which is a row or another noun; blank lines are ignored."""
+    for i, line in enumerate(lines, start=1):
+        try:
+            text = (line if isinstance(line, str) else line.decode()).strip()
+            if i == 1:
+                text = text.removeprefix("\ufeff").lstrip()
+            if not text:
+                continue
+            record, end = _decode(text)
+            if end < len(text):
+                raise json.JSONDecodeError("Extra data", text, end)
+        except RowsError as error:
+            raise RowsError(f"line {i}: {error}") from None
+        except UnicodeDecodeError:
+            raise RowsError(f"line {i}: not UTF-8 text; {noun}s are JSON, one object per line") from None
+        except json.JSONDecodeError as error:
+            fault = f"{error.msg} at column {error.colno}"
+            raise RowsError(f"line {i}: not JSON ({fault}); one line is one {noun}, an object") from None
+        except RecursionError as error:
+            raise RowsError(f"line {i}: not JSON ({error}); one line is one {noun}, an object") from None
+        except ValueError:  # Python reads no integer of more than 4,300 digits
+            raise RowsError(f"line {i}: a number has too many digits; numbers go up to {LARGEST:,}") from None
+        yield f"line {i}", record

@@ -4,8 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raggedright.arrays import Ints, sum_by
-from raggedright.plan.level import _longest_first, level, sort_into_slots, split_bins
+from raggedright.plan.level import level, longest_first, sort_bins, split_bins
 from raggedright.plan.packing import count_bins, first_fit_decreasing
+
+
+def one(number: int) -> Ints:
+    """The number of rows or bins of a single cell."""
+    return np.array([number])
+
+
+def level_one(sizes: Ints, costs: Ints, num_bins: int, width: int, capacity: int) -> Ints:
+    packing = first_fit_decreasing(sizes, capacity)
+    return level(sizes, costs, packing, one(len(sizes)), one(num_bins), capacity, width=width)
 
 
 def costs_of(sizes: Ints) -> Ints:
@@ -18,8 +28,7 @@ def lengths(low: int, high: int, count: int, *, seed: int = 0) -> Ints:
 
 def check_level(sizes: Ints, num_bins: int, width: int, capacity: int) -> Ints:
     """Level the rows and check that no bin is empty, over capacity or out of range; the bins' costs by slot."""
-    packing = first_fit_decreasing(sizes, capacity)
-    bins = level(sizes, costs_of(sizes), packing, num_bins=num_bins, width=width, capacity=capacity)
+    bins = level_one(sizes, costs_of(sizes), num_bins, width, capacity)
     assert len(bins) == len(sizes)
     assert sorted(set(bins.tolist())) == list(range(num_bins))
     assert sum_by(bins, sizes, num_bins).max() <= capacity
@@ -67,12 +76,12 @@ def test_levels_stay_in_capacity_where_rows_fit_tightly(low: int, high: int, wid
             check_level(sizes, num_bins, width, 1_000)
 
 
-def test_slots_come_dearest_first() -> None:
+def test_the_most_expensive_slots_come_first() -> None:
     costs = check_level(lengths(1, 500, 300), 104, 8, 1_000)
     assert (np.diff(costs.max(axis=1)) <= 0).all()
 
 
-def test_bins_of_a_slot_cost_alike() -> None:
+def test_bins_of_a_slot_have_about_equal_costs() -> None:
     costs = check_level(lengths(1, 100, 2_000), 160, 8, 1_000)
     assert costs.max(axis=1).sum() * 8 <= 1.01 * costs.sum()
 
@@ -83,16 +92,16 @@ def test_one_giant_row_leaves_the_other_slots_level() -> None:
     assert costs[1:].max(axis=1).sum() * 8 <= 1.01 * costs[1:].sum()
 
 
-def test_a_slot_is_dealt_anew_by_cost_where_that_makes_it_cheaper() -> None:
-    """By size the 3 goes beside the 10 (13 and 12); by squares the three 4s still cost less than the 10 alone."""
+def test_rows_of_a_slot_are_assigned_again_by_cost_where_that_makes_it_cheaper() -> None:
+    """By size the 3 goes with the 10 (13 and 12); by squares the three 4s still cost less than the 10 alone."""
     sizes = np.array([10, 4, 4, 4, 3])
-    bins = level(sizes, sizes**2, first_fit_decreasing(sizes, 20), num_bins=2, width=2, capacity=20)
+    bins = level_one(sizes, sizes**2, 2, 2, 20)
     assert sorted(sum_by(bins, sizes**2, 2).tolist()) == [57, 100]
-    tight = level(sizes, sizes**2, first_fit_decreasing(sizes, 14), num_bins=2, width=2, capacity=14)
+    tight = level_one(sizes, sizes**2, 2, 2, 14)
     assert sorted(sum_by(tight, sizes, 2).tolist()) == [12, 13]
 
 
-def test_equal_rows_are_dealt_equally() -> None:
+def test_equal_rows_are_assigned_equally() -> None:
     costs = check_level(np.full(64, 10), 16, 4, 100)
     assert len(set(costs.ravel().tolist())) == 1
 
@@ -107,7 +116,7 @@ def test_split_bins_only_divides(values: list[int], more: int) -> None:
     sizes = np.array(sorted(values, reverse=True))
     bins = first_fit_decreasing(sizes, 40)
     wanted = count_bins(bins) + more
-    split = split_bins(bins, sizes, wanted)
+    split = split_bins(bins, sizes, one(len(bins)), one(wanted))
     assert count_bins(split) == max(count_bins(bins), min(wanted, len(sizes)))
     assert sorted(set(split.tolist())) == list(range(count_bins(split)))
     for b in range(count_bins(split)):
@@ -116,7 +125,7 @@ def test_split_bins_only_divides(values: list[int], more: int) -> None:
 
 @pytest.mark.parametrize("num_bins", [1, 7, 31, 32, 64, 200])
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (1, 1_000), (500, 1_000)])
-def test_dealing_in_rounds_equals_dealing_row_by_row(num_bins: int, low: int, high: int) -> None:
+def test_assigning_in_rounds_equals_assigning_row_by_row(num_bins: int, low: int, high: int) -> None:
     for num_rows in (0, 1, num_bins, 3 * num_bins + 5, 900):
         values = np.sort(np.append(lengths(low, high, num_rows), lengths(low, 20 * high, num_rows // 10)))[::-1]
         loads = [0] * num_bins
@@ -125,14 +134,14 @@ def test_dealing_in_rounds_equals_dealing_row_by_row(num_bins: int, low: int, hi
             lightest = loads.index(min(loads))
             loads[lightest] += value
             expected.append(lightest)
-        assert _longest_first(values, num_bins).tolist() == expected
+        assert longest_first(values, one(len(values)), one(num_bins)).tolist() == expected
 
 
-def test_split_bins_halves_the_dearest() -> None:
+def test_split_bins_halves_the_most_expensive() -> None:
     bins = np.array([0, 0, 1, 1, 2])
-    assert split_bins(bins, np.array([9, 9, 5, 5, 1]), 4).tolist() == [0, 3, 1, 1, 2]
+    assert split_bins(bins, np.array([9, 9, 5, 5, 1]), one(5), one(4)).tolist() == [0, 3, 1, 1, 2]
     assert bins.tolist() == [0, 0, 1, 1, 2]
 
 
-def test_sort_into_slots_numbers_bins_by_cost_and_ties_by_number() -> None:
-    assert sort_into_slots(np.array([0, 1, 2, 3]), np.array([1, 7, 7, 9]), 4).tolist() == [3, 1, 2, 0]
+def test_sort_bins_numbers_bins_by_cost_and_ties_by_number() -> None:
+    assert sort_bins(np.array([0, 1, 2, 3]), np.array([1, 7, 7, 9]), one(4), one(4)).tolist() == [3, 1, 2, 0]

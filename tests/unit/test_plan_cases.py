@@ -8,6 +8,7 @@ import pytest
 from properties.checks import by_key, check_plan, real_rows
 from raggedright import ConfigError, Layout, Plan, Rows, RowsError, make_plan, measure_imbalance
 from raggedright.plan.layout import Align
+from raggedright.plan.planner import Role
 
 ORIGIN = Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8)
 ALIGNS: tuple[Align, ...] = ("steps", "lcm")
@@ -182,6 +183,47 @@ def test_a_row_at_the_budget_is_not_over_it_and_min_row_tokens_counts() -> None:
     with pytest.raises(RowsError, match="513 tokens and micro_batch_tokens is 512"):
         make_plan(Rows.from_records([record]), replace(layout, micro_batch_tokens=512))
     assert planned(Rows.from_records([record]), replace(layout, micro_batch_tokens=None, micro_batch_rows=1))
+
+
+@pytest.mark.parametrize("align", ALIGNS)
+@pytest.mark.parametrize("role", ["actor", "critic", "forward"])
+def test_the_micro_batches_of_all_ranks_have_every_row_once_with_its_weight(align: Align, role: Role) -> None:
+    layout = replace(ORIGIN, align=align, critic_mini_batch_size=9, micro_batch_tokens=2_000)
+    plan = planned(make_rows(100, 20), layout)
+    weights: set[tuple[int, str, float]] = set()
+    num_padding = 0
+    for rank in range(2):
+        micro_batches = list(plan.micro_batches(rank, role))
+        assert [micro.step for micro in micro_batches] == sorted(micro.step for micro in micro_batches)
+        assert len(micro_batches) == sum(step.num_slots for step in plan.steps(role) if not step.skipped)
+        for micro in micro_batches:
+            assert micro.keys == plan.rows.key[micro.positions].tolist()
+            weights |= {(micro.step, *pair) for pair in zip(micro.keys, micro.weights.tolist(), strict=True)}
+            num_padding += micro.num_padding
+    in_steps = {
+        (number, plan.rows.key[row], weight)
+        for number, step in enumerate(plan.steps(role))
+        for row, weight in zip(step.row.tolist(), step.weight.tolist(), strict=True)
+        if row < 100
+    }
+    assert weights == in_steps
+    assert len({key for _, key, _ in weights}) == 100
+    assert num_padding == sum(int((step.row >= 100).sum()) for step in plan.steps(role))
+
+
+def test_a_skipped_step_has_no_micro_batches() -> None:
+    records = list(make_rows(6, 6).to_records())
+    rows = Rows.from_records([{**record, "loss_tokens": 0} for record in records[:5]] + records[5:])
+    plan = make_plan(rows, Layout(dp_size=1, batch_size=6, mini_batch_size=2))
+    (step,) = [number for number, step in enumerate(plan.steps("actor")) if not step.skipped]
+    assert {micro.step for micro in plan.micro_batches(rank=0)} == {step}
+
+
+def test_a_rank_that_the_plan_does_not_have_is_an_error() -> None:
+    plan = make_plan(make_rows(6, 6), ORIGIN)
+    for rank in (-1, 2):
+        with pytest.raises(ConfigError, match=f"rank is {rank}, and actor has dp_size 2"):
+            list(plan.micro_batches(rank))
 
 
 def test_epochs_hold_the_same_rows_in_other_steps() -> None:

@@ -150,8 +150,9 @@ def test_a_missing_field_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_of_the_wrong_type_or_size_is_named(name: str, value: object) -> None:
     message = error_of({**RECORD, "trajectory": 1}, {**RECORD, name: value})
-    assert f": {name} is {value!r}" in message
-    assert "whole number" in message
+    shown = f"{value:,}" if type(value) is int else repr(value)
+    assert f": {name} is {shown}" in message
+    assert "integer" in message
 
 
 @pytest.mark.parametrize("value", [7, None, True, ["p"], 1.5])
@@ -211,7 +212,7 @@ def test_a_wrong_row_of_many_is_named_wherever_it_stands(place: int) -> None:
         Rows.from_jsonl(lines(*records))
     records[place] |= {"loss_tokens": 3, "trajectory": 1 if place == 0 else 0}
     first, second = (1, 2) if place == 0 else (1, place + 1)
-    with pytest.raises(RowsError, match=rf"^line {second}: row p0/0/[01] stands at line {first} already"):
+    with pytest.raises(RowsError, match=rf"^line {second}: row p0/0/[01] is in line {first} already"):
         Rows.from_jsonl(lines(*records))
 
 

@@ -1,1 +1,1 @@
-"""From rows to a plan: layout, dealing to steps, packing, levelling, cutting, weights."""
+"""From rows to a plan: layout, steps, micro-batches, weights."""

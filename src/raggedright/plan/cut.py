@@ -1,10 +1,10 @@
-"""One step laid out over ranks and micro-batches.
+"""One step, divided into ranks and micro-batches.
 
-`cut_freely` chooses the ranks itself (align steps): it takes m * ceil(B / m) micro-batches, m = dp x multiple and B
-what the packing needs, and adds a padding row only for a micro-batch that no row is left for. `cut_by_rank` keeps rows
-on the ranks they are on (align lcm, forward-only work). Either way every rank has the same number of micro-batches,
-and slot j, the j-th of every rank, costs about the same on all of them; the dearest slots come first, so that
-a shortage of memory shows at once. Given `kin`, a micro-batch costs what its trees do.
+`cut_freely` chooses the ranks itself (align steps): it makes m * ceil(B / m) micro-batches, where m = dp x multiple and
+B is what the packing needs, and adds a padding row only to a micro-batch that would have no row. `cut_by_rank` and
+`cut_cells` keep rows on their ranks (align lcm, forward-only work). In both cases every rank has the same number of
+micro-batches, and slot j, the j-th of every rank, costs about the same on all ranks. The most expensive slots come
+first, so that a lack of memory shows immediately. With prefix groups, a micro-batch costs what its trees cost.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raggedright.arrays import Floats, Ints, offsets
-from raggedright.plan.cells import bins_per_cell, cell_of_row
-from raggedright.plan.kin import Kin
 from raggedright.plan.layout import Layout
-from raggedright.plan.micro_batches import micro_batch_costs, pack, pack_cells, spread, spread_cells
-from raggedright.plan.packing import count_bins
+from raggedright.plan.micro_batches import micro_batch_costs, pack, spread
+from raggedright.plan.packing import bins_per_cell, cell_of_row, count_bins
+from raggedright.plan.prefix_groups import PrefixGroups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +25,7 @@ class Step:
 
     `row` holds positions in the plan's rows; a position of `len(rows)` or more is a padding row. Micro-batch `slot` of
     rank `dp_rank` is `row[bounds[b] : bounds[b + 1]]` with `b = dp_rank * num_slots + slot`.
-    A skipped step has no loss token: no rank runs it, the schedule still advances.
+    A skipped step has no loss token: no rank runs it, but the schedule advances.
     """
 
     epoch: int
@@ -42,7 +41,7 @@ class Step:
         return self.row[self._part(dp_rank, slot)]
 
     def micro_batch_weight(self, dp_rank: int, slot: int) -> Floats:
-        """Per-token weight of each of those rows."""
+        """Weight of each loss token of those rows."""
         return self.weight[self._part(dp_rank, slot)]
 
     def _part(self, dp_rank: int, slot: int) -> slice:
@@ -56,7 +55,7 @@ class Step:
 
     @property
     def num_empty(self) -> int:
-        """Micro-batches without a row; only under align lcm, where the row count is fixed."""
+        """Micro-batches without a row; they exist only under align lcm, where the row count is fixed."""
         return int((self.bounds[1:] - self.bounds[:-1] == 0).sum())
 
     @property
@@ -65,35 +64,38 @@ class Step:
         return np.repeat(np.arange(self.num_micro_batches), self.bounds[1:] - self.bounds[:-1])
 
     def weighed(self, weights: Floats) -> "Step":
-        """This step with the weights of its rows; positions past the end (padding) weigh zero."""
+        """This step with the weights of its rows; positions past the end (padding) have weight zero."""
         is_row = self.row < len(weights)
         weight = np.zeros(len(self.row))
         weight[is_row] = weights[self.row[is_row]]
         return replace(self, weight=weight, skipped=not weight.any())
 
 
-def costs_of(step: Step, lengths: Ints, layout: Layout, kin: Kin | None) -> Ints:
+def costs_of(step: Step, lengths: Ints, layout: Layout, groups: PrefixGroups | None) -> Ints:
     """Cost of each micro-batch of a step, [dp_size, num_slots]."""
     number, num_bins = step.micro_batch_index, step.num_micro_batches
-    costs = micro_batch_costs(number, lengths[step.row], num_bins, layout, kin and kin.take(step.row))
+    costs = micro_batch_costs(number, lengths[step.row], num_bins, layout, groups and groups.take(step.row))
     return costs.reshape(step.dp_size, step.num_slots)
 
 
 def cut_freely(
-    row: Ints, lengths: Ints, layout: Layout, *, epoch: int, first_padding: int, kin: Kin | None = None
+    row: Ints, lengths: Ints, layout: Layout, *, epoch: int, first_padding: int, groups: PrefixGroups | None
 ) -> Step:
-    """Lay out rows (in descending length) over all ranks; padding rows are numbered from `first_padding`."""
+    """Distribute rows (in descending length) over all ranks; padding rows are numbered from `first_padding`."""
     dp_size, multiple = layout.dp_size, layout.dp_size * layout.micro_batch_multiple
     length = lengths[row]
-    packed = pack(length, layout, multiple=multiple)
+    counts, groups_of_row = np.array([len(row)]), groups and groups.take(row)
+    packed = pack(length, counts, layout, multiple=multiple)
     num_bins = multiple * -(-count_bins(packed) // multiple)
-    bins = spread(length, packed, num_bins=num_bins, width=dp_size, layout=layout, kin=kin and kin.take(row))
+    bins = spread(
+        length, packed, counts, num_bins=np.array([num_bins]), width=dp_size, layout=layout, groups=groups_of_row
+    )
     num_padding = max(0, num_bins - len(row))
     if num_padding:
         row = np.append(row, first_padding + np.arange(num_padding))
         bins = np.append(bins, num_bins - num_padding + np.arange(num_padding))
         length = np.append(length, np.full(num_padding, layout.min_row_tokens))
-    costs = micro_batch_costs(bins, length, num_bins, layout, kin and kin.take(row)).reshape(-1, dp_size)
+    costs = micro_batch_costs(bins, length, num_bins, layout, groups and groups.take(row)).reshape(-1, dp_size)
     num_slots = num_bins // dp_size
     number = _rank_of_bin(costs) * num_slots + np.repeat(np.arange(num_slots), dp_size)
     return _step(row, number[bins], num_slots, dp_size, epoch)
@@ -106,33 +108,33 @@ def cut_by_rank(
     *,
     epoch: int,
     first_padding: int | None,
-    kin: Kin | None = None,
+    groups: PrefixGroups | None,
 ) -> Step:
-    """Lay out each rank's rows (in descending length) over one number of micro-batches.
+    """Divide each rank's rows (in descending length) into the same number of micro-batches.
 
-    A rank with fewer rows than that gets padding rows numbered from `first_padding`, or, where the row count is
-    not ours to change (None), micro-batches without a row.
+    A rank with fewer rows than that gets padding rows numbered from `first_padding`, or, if the row count must not
+    change (None), micro-batches without a row.
     """
     row, counts = np.concatenate(rows_of_rank), np.array([[len(row) for row in rows_of_rank]])
-    (step,) = cut_cells(row, counts, lengths, layout, epoch=epoch, kin=kin)
+    (step,) = cut_cells(row, counts, lengths, layout, epoch=epoch, groups=groups)
     return step if first_padding is None else _fill_with_padding(step, first_padding)
 
 
 def cut_cells(
-    row: Ints, counts: Ints, lengths: Ints, layout: Layout, *, epoch: int, kin: Kin | None = None
+    row: Ints, counts: Ints, lengths: Ints, layout: Layout, *, epoch: int, groups: PrefixGroups | None
 ) -> list[Step]:
-    """Steps whose rows are on their ranks: `counts` [steps, ranks] of them (in descending length) in each cell."""
+    """Steps whose rows have their ranks; `counts` [steps, ranks] are the numbers of rows, in descending length."""
     multiple, dp_size = layout.micro_batch_multiple, layout.dp_size
-    in_cell, length, kin_of_row = counts.ravel(), lengths[row], kin and kin.take(row)
-    packed = pack_cells(length, in_cell, layout, multiple=multiple)
+    in_cell, length, groups_of_row = counts.ravel(), lengths[row], groups and groups.take(row)
+    packed = pack(length, in_cell, layout, multiple=multiple)
     num_slots = multiple * -(-bins_per_cell(packed, in_cell).reshape(counts.shape).max(axis=1) // multiple)
     num_bins = np.repeat(num_slots, dp_size)
-    bins = spread_cells(length, packed, in_cell, num_bins=num_bins, layout=layout, kin=kin_of_row)
+    bins = spread(length, packed, in_cell, num_bins=num_bins, width=None, layout=layout, groups=groups_of_row)
     first_bin = offsets(num_bins)
     bins += np.repeat(first_bin[:-1], in_cell)
-    costs = micro_batch_costs(bins, length, int(first_bin[-1]), layout, kin_of_row)
+    costs = micro_batch_costs(bins, length, int(first_bin[-1]), layout, groups_of_row)
     number = np.empty(len(costs), dtype=np.int64)
-    number[np.lexsort((-costs, cell_of_row(num_bins)))] = np.arange(len(costs))  # the dearest of each cell first
+    number[np.lexsort((-costs, cell_of_row(num_bins)))] = np.arange(len(costs))  # the most expensive of each cell first
     bins = number[bins]
     row = row[np.argsort(bins, kind="stable")]
     bounds = offsets(np.bincount(bins, minlength=len(costs)))
@@ -154,11 +156,12 @@ def _fill_with_padding(step: Step, first_padding: int) -> Step:
     return _step(row, bins, step.num_slots, step.dp_size, step.epoch)
 
 
-def deal_to_ranks(row: Ints, costs: Ints, dp_size: int) -> tuple[Ints, Ints]:
-    """Rows of each step [steps, rows] (in descending cost) to ranks, one each in turn, the dearest to the rank with
-    the least so far: all rows, rank after rank in each step, and how many each rank has [steps, ranks].
+def assign_to_ranks(row: Ints, costs: Ints, dp_size: int) -> tuple[Ints, Ints]:
+    """Assign the rows of each step [steps, rows], in descending cost, to ranks.
 
-    Counts differ by one at most; the ranks with a row more are those that follow on from the step before.
+    Each rank in turn gets one row, the most expensive row for the rank with the lowest cost so far. Returns all rows,
+    rank after rank in each step, and the number of rows of each rank [steps, ranks]. These numbers differ by at most
+    one; the ranks with one row more are those that follow the ranks with one row more in the previous step.
     """
     num_steps, per_step = row.shape
     load = np.zeros((num_steps, dp_size), dtype=np.int64)
@@ -189,13 +192,13 @@ def join_steps(steps: Sequence[Step]) -> Step:
 
 
 def _rank_of_bin(costs: Ints) -> Ints:
-    """Rank of each bin, slot by slot: the dearest bin to the rank with the least so far."""
+    """Rank of each bin, slot by slot: the most expensive bin to the rank with the lowest cost so far."""
     num_slots, dp_size = costs.shape
     load = np.zeros(dp_size, dtype=np.int64)
     ranks = np.zeros((num_slots, dp_size), dtype=np.int64)
-    dearest_first = np.argsort(-costs, axis=1, kind="stable")
+    costliest_first = np.argsort(-costs, axis=1, kind="stable")
     for slot in range(num_slots if dp_size > 1 else 0):
-        ranks[slot, dearest_first[slot]] = np.argsort(load, kind="stable")
+        ranks[slot, costliest_first[slot]] = np.argsort(load, kind="stable")
         load[ranks[slot]] += costs[slot]
     return ranks.ravel()
 

@@ -18,11 +18,10 @@ import heapq
 import numpy as np
 
 from raggedright.arrays import Ints, offsets
+from raggedright.plan.assign import assign_rows, num_steps, token_weights
 from raggedright.plan.cut import Step
-from raggedright.plan.deal import deal_rows, num_steps
 from raggedright.plan.layout import Layout, RoleLayout
 from raggedright.plan.micro_batches import row_costs
-from raggedright.plan.weights import token_weights
 from raggedright.rows import Rows
 
 
@@ -47,7 +46,7 @@ def equal_rows_steps(
             costs = row_costs(np.maximum(lengths, layout.min_row_tokens), layout)
             row = np.append(row, first_padding + np.arange(num_padding))
             first_padding += num_padding
-            steps.append(_one_slot(_level(row, costs, role.dp_size), epoch).weighed(weights))
+            steps.append(_one_slot(_rows_by_rank(row, costs, role.dp_size), epoch).weighed(weights))
     return steps
 
 
@@ -73,7 +72,7 @@ def _assign_steps(
     has_loss = rows.loss_tokens[planned] > 0
     with_loss, without = planned[has_loss], planned[~has_loss]
     count = max(1, min(count, len(with_loss)))
-    step_of_row = deal_rows(rows, with_loss, count, seed=layout.seed, epoch=epoch)
+    step_of_row = assign_rows(rows, with_loss, count, seed=layout.seed, epoch=epoch)
     sizes = np.bincount(step_of_row[with_loss], minlength=count)
     smaller = np.flatnonzero(sizes < sizes.max())
     places = np.append(smaller, np.tile(np.arange(count), -(-len(without) // count)))
@@ -81,7 +80,7 @@ def _assign_steps(
     return step_of_row, count
 
 
-def _level(row: Ints, costs: Ints, dp_size: int) -> list[Ints]:
+def _rows_by_rank(row: Ints, costs: Ints, dp_size: int) -> list[Ints]:
     """The rows of each rank, in equal numbers: each row, in descending cost, to the cheapest rank that has room."""
     room = len(row) // dp_size
     ranks: list[list[int]] = [[] for _ in range(dp_size)]

@@ -1,4 +1,4 @@
-"""Rows that begin alike stay together: in the line, under any capacity, and in the plans of trees."""
+"""Rows with a shared prefix stay together: in the line, under any capacity, and in the plans of trees."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from properties.checks import check_plan, micro_batches
 from raggedright import Layout, Plan, Rows, Step, make_plan, measure_imbalance
 from raggedright.arrays import Ints, sum_by
-from raggedright.plan.kin import Kin, costs_in_trees, keep_together
 from raggedright.plan.layout import Align, Collate
 from raggedright.plan.packing import count_bins, first_fit_decreasing
+from raggedright.plan.prefix_groups import PrefixGroups, costs_in_trees, keep_together
 
-Line = list[tuple[int, int, int]]  # number of its kin, tokens that they share, tokens of its own
+Line = list[tuple[int, int, int]]  # number of its group, tokens that the group shares, other tokens
 
 
 def sorted_rows(rows: Line) -> tuple[Ints, Ints, Ints]:
-    """Kin's numbers, what they share and the rows' sizes, in descending size; rows of a number share alike."""
-    number, shared, own = (np.array(column) for column in zip(*rows, strict=True))
+    """PrefixGroups's numbers, what they share and the rows' sizes, in descending size; rows of a number share alike."""
+    number, shared, other = (np.array(column) for column in zip(*rows, strict=True))
     shared = np.array([shared[number == n].min() for n in number.tolist()])
-    order = np.argsort(-(shared + own), kind="stable")
-    return number[order], shared[order], (shared + own)[order]
+    order = np.argsort(-(shared + other), kind="stable")
+    return number[order], shared[order], (shared + other)[order]
 
 
 LINES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(1, 30)), min_size=3, max_size=60)
@@ -52,18 +52,18 @@ def test_a_cut_tears_one_at_most_where_there_is_room(rows: Line, num_bins: int) 
 
 
 @given(LINES, st.randoms(use_true_random=False))
-def test_in_a_bin_the_first_of_its_kin_pays_for_all(rows: Line, random) -> None:
+def test_in_a_bin_the_first_row_of_a_group_pays_for_all(rows: Line, random) -> None:
     number, shared, sizes = sorted_rows(rows)
     bins = np.array([random.randrange(4) for _ in rows])
     costs = np.zeros(4, dtype=np.int64)
     for b in range(4):
         for n in set(number[bins == b].tolist()):
-            of_kin = (bins == b) & (number == n)
-            costs[b] += shared[of_kin][0] + (sizes - shared)[of_kin].sum()
+            of_group = (bins == b) & (number == n)
+            costs[b] += shared[of_group][0] + (sizes - shared)[of_group].sum()
     assert sum_by(bins, costs_in_trees(bins, sizes, shared, number), 4).tolist() == costs.tolist()
 
 
-def test_kin_have_one_prompt_and_equally_long_ones_of_their_own() -> None:
+def test_a_group_has_one_prompt_and_prompts_of_equal_length() -> None:
     rows = Rows.from_columns(
         prompt=[*"abaab"],
         session=[*range(5)],
@@ -71,9 +71,9 @@ def test_kin_have_one_prompt_and_equally_long_ones_of_their_own() -> None:
         prompt_tokens=[4, 4, 4, 9, 4],
         response_tokens=[1] * 5,
     )
-    kin = Kin.of(rows).take(np.array([3, 0, 1, 2, 4, 5, 99]))
-    assert kin.number.tolist() == [1, 0, 2, 0, 2, 3, 3]
-    assert kin.shared.tolist() == [9, 4, 4, 4, 4, 0, 0]
+    groups = PrefixGroups.of(rows).take(np.array([3, 0, 1, 2, 4, 5, 99]))
+    assert groups.number.tolist() == [1, 0, 2, 0, 2, 3, 3]
+    assert groups.shared.tolist() == [9, 4, 4, 4, 4, 0, 0]
 
 
 def sessions_of_prompts(num_prompts: int, sessions: int, *, prompt: int = 400, reply: int = 200, seed: int = 0) -> Rows:
@@ -166,7 +166,7 @@ def test_rows_of_a_prompt_are_in_one_micro_batch_but_for_one_prompt_a_cut(
     assert torn(plan, step) <= step.num_micro_batches - 1
 
 
-def test_a_giant_row_is_not_waited_for_by_rows_that_could_have_been_beside_it() -> None:
+def test_a_giant_row_is_not_waited_for_by_rows_that_could_have_been_next_to_it() -> None:
     """Runs would halve the rest over and over; then rows are spread by length, as in a pack."""
     rows = sessions_of_prompts(8, 4, prompt=4, reply=20)
     giant = {"prompt": "z", "session": 0, "trajectory": 0, "prompt_tokens": 4, "response_tokens": 900}

@@ -3,8 +3,8 @@
 import pytest
 
 from raggedright import Layout, Rows, make_plan
-from raggedright.plan import what_if
-from raggedright.plan.what_if import RULES, WhatIf, compare_rules
+from raggedright.plan import measure
+from raggedright.plan.measure import RULES, WhatIf, compare_rules
 
 
 def ragged(num_rows: int, num_sessions: int, sessions_a_prompt: int) -> Rows:
@@ -49,7 +49,7 @@ def test_ours_are_no_less_level_than_theirs():
 
 
 def test_lost_and_copied_rows_are_counted_of_any_rule(monkeypatch):
-    monkeypatch.setattr(what_if, "RULES", {"first row thrice": lambda row, *_: row[[0, 0, 0]]})
+    monkeypatch.setattr(measure, "RULES", {"first row thrice": lambda row, *_: row[[0, 0, 0]]})
     assert (compare()["first row thrice"].lost_rows, compare()["first row thrice"].copied_rows) == (360, 2)
 
 
@@ -61,11 +61,11 @@ def test_a_plan_that_is_there_already_changes_nothing(options):
 
 
 def test_every_rule_reports_its_progress():
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     layout = Layout(dp_size=2, batch_size=45, mini_batch_size=15, rollout_n=8)
-    compare_rules(ragged(361, 360, 8), layout, report=lambda *words: told.append(words))
-    assert list(dict.fromkeys(rule for rule, _, _ in told)) == ["align steps", "align lcm", *RULES]
-    assert ("pad at the end", 360, 480) in told
+    compare_rules(ragged(361, 360, 8), layout, report=lambda *words: reported.append(words))
+    assert list(dict.fromkeys(rule for rule, _, _ in reported)) == ["align steps", "align lcm", *RULES]
+    assert ("pad at the end", 360, 480) in reported
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2])

@@ -1,13 +1,13 @@
 """Advantages over sessions: one score per session in, one number per session out, broadcast to its rows.
 
-A session counts once, however many rows it emitted, and also when it emitted none. Groups are prompts. A group of one,
-and a group whose scores are equal, gets exactly zero: it has no signal (`prompts_with_signal`). Scores are equal if
-they differ by rounding alone, as 0.3 and 0.1 + 0.2 do: by no more than 2**-48 of the largest of the group (of the batch
-in reinforce++). Everything is float64, in the order of (prompt, session) names, so that the order of arrival changes no
-bit. Scores are divided by a power of two before they are squared, so that advantages are right for all finite scores.
+A session counts once, regardless of how many rows it emitted, even if it emitted none. Groups are prompts. A group of
+one session, or of equal scores, gets exactly zero: it has no signal (`prompts_with_signal`). Scores count as equal if
+they differ only by rounding, as 0.3 and 0.1 + 0.2 do: by at most 2**-48 of the largest of the group (of the batch in
+reinforce++). Everything is float64, in the order of (prompt, session) names, so the order of arrival changes no bit.
+Scores are divided by a power of two before they are squared, so advantages are correct for all finite scores.
 
     grpo                  (score - group mean) / (group std + eps), or without the std
-    rloo                  score - mean of the group's others
+    rloo                  score - mean of the other scores of the group
     reinforce++           (score - batch mean) / batch std
     reinforce++-baseline  (score - group mean), whitened over the batch's sessions
 
@@ -47,12 +47,12 @@ class Scores:
         if not len(scores.prompt) == len(scores.session) == len(scores.score):
             raise RowsError(
                 f"{len(scores.prompt)} prompts, {len(scores.session)} sessions and {len(scores.score)} scores; "
-                "give one of each per session"
+                "pass one of each per session"
             )
         for i in np.flatnonzero(~np.isfinite(scores.score)):
             raise RowsError(
-                f"session {scores.prompt[i]}/{scores.session[i]}: score is {scores.score[i]}; it takes a finite "
-                "number: mend the reward, or report the session as failed"
+                f"session {scores.prompt[i]}/{scores.session[i]}: score is {scores.score[i]}; it must be a "
+                "finite number: fix the reward, or report the session as failed"
             )
         names = _names(scores)
         if len(set(names)) < len(names):
@@ -89,19 +89,19 @@ def session_advantages(scores: Scores, estimator: Estimator, *, std: bool = True
         case "reinforce++" | "reinforce++-baseline":
             sorted_advantages = _unit_variance(centred, exponent)  # centred groups have a batch mean of 0
         case _:
-            raise ConfigError(f"estimator is {estimator!r}; it takes one of {', '.join(get_args(Estimator))}")
+            raise ConfigError(f"estimator is {estimator!r}; it must be one of {', '.join(get_args(Estimator))}")
     advantages = np.empty_like(sorted_advantages)
     advantages[by_name] = sorted_advantages
     for i in np.flatnonzero(np.isinf(advantages)):
         raise RowsError(
             f"session {scores.prompt[i]}/{scores.session[i]}: score is {scores.score[i]:.3g}, and its advantage by "
-            f"{estimator} is more than a float64 holds; divide the rewards, or use grpo with std"
+            f"{estimator} is too large for a float64; divide the rewards, or use grpo with std"
         )
     return advantages
 
 
 def prompts_with_signal(scores: Scores) -> set[str]:
-    """The prompts whose scores differ: in every other group, one of a single session included, advantages are zero."""
+    """The prompts whose scores differ; all other groups, such as those of one session, have advantages of zero."""
     low: dict[str, float] = {}
     high: dict[str, float] = {}
     for prompt, score in zip(scores.prompt.tolist(), scores.score.tolist(), strict=True):
@@ -115,12 +115,12 @@ def broadcast_to_rows(advantages: Floats, scores: Scores, rows: Rows) -> Floats:
     advantage = dict(zip(_names(scores), advantages.tolist(), strict=True))
     real = np.flatnonzero(~rows.is_padding)
     names = zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)
-    found = [advantage.get(name) for name in names]
-    if None in found:
-        key = rows.key[real[found.index(None)]]
-        raise RowsError(f"row {key}: its session has no score; give every session with rows one")
+    of_real = [advantage.get(name) for name in names]
+    if None in of_real:
+        key = rows.key[real[of_real.index(None)]]
+        raise RowsError(f"row {key}: its session has no score; every session with rows needs one")
     of_row = np.zeros(len(rows))
-    of_row[real] = found
+    of_row[real] = of_real
     return of_row
 
 
@@ -129,7 +129,7 @@ def _names(scores: Scores) -> list[tuple[str, int]]:
 
 
 def _centre(score: Floats, group: Ints) -> Floats:
-    """Scores less their group's mean; exactly zero where all of a group are equal up to rounding."""
+    """Scores minus the mean of their group; exactly zero if all scores of a group are equal up to rounding."""
     size = np.bincount(group)
     centred = score - (np.bincount(group, weights=score) / np.maximum(size, 1))[group]
     low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)

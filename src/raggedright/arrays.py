@@ -1,8 +1,6 @@
-"""Array types, and what numpy leaves to its callers: exact sums by group, means that do not overflow, and runs."""
+"""Array types, and functions that numpy does not have: exact sums by group, means that do not overflow, and runs."""
 
-from collections.abc import Sequence
 from math import copysign, frexp, ldexp
-from operator import mul
 from sys import float_info
 
 import numpy as np
@@ -14,11 +12,11 @@ Bools = NDArray[np.bool_]
 Strings = NDArray[np.object_]
 
 ROUNDING = 2.0**-48
-"""Scores that differ by no more than this share of the largest differ by rounding alone."""
+"""Scores that differ by at most this share of the largest score differ only by rounding."""
 
 
 def sum_by(group: Ints, values: Ints, num_groups: int) -> Ints:
-    """Sum of the values of each group, in int64 (bincount would go through float64)."""
+    """Sum of the values of each group, in int64 (bincount would convert to float64)."""
     sums = np.zeros(num_groups, dtype=np.int64)
     np.add.at(sums, group, values)
     return sums
@@ -34,22 +32,17 @@ def max_by(group: Ints, values: Ints, num_groups: int) -> Ints:
 def exponents_by(group: Ints, values: Floats) -> Ints:
     """For each value an e with |v| <= 2**e for all v of its group: dividing by 2**e is exact, and squares stay finite.
 
-    It is -1,000 or more, so that 2**-e is finite, too.
+    e is at least -1,000, so that 2**-e is finite too.
     """
     largest = np.zeros(group.max(initial=-1) + 1)
     np.maximum.at(largest, group, np.abs(values))
     return np.maximum(np.frexp(largest)[1], -1000)[group]
 
 
-def mean_of(values: Sequence[float] | Ints | Floats, counts: Sequence[int] | None = None) -> float:
-    """The mean of finite numbers, each counted so many times; its sum does not overflow."""
+def mean_of(values: Ints | Floats) -> float:
+    """The mean of finite numbers; its sum does not overflow."""
     exponent = _exponent(values)
-    if isinstance(values, np.ndarray):
-        return _times_power(float(np.ldexp(values.astype(np.float64), -exponent).mean()), exponent)
-    scaled = [ldexp(value, -exponent) for value in values]
-    if counts is None:
-        return _times_power(sum(scaled) / len(scaled), exponent)
-    return _times_power(sum(map(mul, scaled, counts)) / sum(counts), exponent)
+    return _times_power(float(np.ldexp(values.astype(np.float64), -exponent).mean()), exponent)
 
 
 def std_of(values: Floats) -> float:
@@ -58,12 +51,12 @@ def std_of(values: Floats) -> float:
     return _times_power(float(np.ldexp(values, -exponent).std(ddof=1)), exponent)
 
 
-def _exponent(values: Sequence[float] | Ints | Floats) -> int:
+def _exponent(values: Ints | Floats) -> int:
     return max(-1000, frexp(float(np.abs(values).max()))[1])
 
 
 def _times_power(value: float, exponent: int) -> float:
-    """value * 2**exponent, or the largest float where that is more than a float holds."""
+    """value * 2**exponent, or the largest float if the product is too large for a float."""
     try:
         return ldexp(value, exponent)
     except OverflowError:
@@ -71,19 +64,19 @@ def _times_power(value: float, exponent: int) -> float:
 
 
 def offsets(sizes: Ints) -> Ints:
-    """Where each of some runs of these sizes begins, and where the last one ends."""
-    found = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=found[1:])
-    return found
+    """Start of each run, for consecutive runs of these sizes, and the end of the last one."""
+    bounds = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    return bounds
 
 
 def changes(values: Ints) -> Bools:
-    """True where a value differs from the one before it, and at the first."""
-    found = np.ones(len(values), dtype=bool)
-    np.not_equal(values[1:], values[:-1], out=found[1:])
-    return found
+    """True where a value differs from the one before it, and at the first value."""
+    differs = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=differs[1:])
+    return differs
 
 
 def within(sizes: Ints) -> Ints:
-    """0, 1, ... anew for each of some runs of these sizes."""
+    """Position of each item within its run, for consecutive runs of these sizes."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

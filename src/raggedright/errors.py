@@ -1,4 +1,4 @@
-"""Errors that a user can mend. Each is one sentence: the numbers, the cause, the remedy, and the key or row."""
+"""Errors that a user can fix. Each is one sentence: the numbers, the cause, the remedy, and the key or row."""
 
 
 class RaggedRightError(Exception):
@@ -14,5 +14,5 @@ class RowsError(RaggedRightError):
 
 
 def install_hint(extra: str) -> str:
-    """How to install an optional part: raggedright is on no package index, so pip needs a clone."""
+    """How to install an optional part: raggedright is not on a package index, so pip needs a clone."""
     return f"run pip install '.[{extra}]' in a clone of raggedright"

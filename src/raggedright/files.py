@@ -1,7 +1,7 @@
-"""Files that a crash, a full disk or another person's folder cannot spoil.
+"""Files that a crash, a full disk or an untrusted folder cannot damage.
 
-Invariants: `write_file` leaves the old file or the whole new one, whenever the machine stops; it follows no symbolic
-link and writes under no name that others can guess, so it is safe in a folder that came from a stranger.
+Invariants: `write_file` leaves either the old file or the complete new one, whenever the machine stops; it follows no
+symbolic link and uses no predictable temporary name, so it is safe in a folder from an untrusted source.
 """
 
 import errno
@@ -15,15 +15,15 @@ DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def disk_fault(error: BaseException | None) -> str | None:
-    """What is wrong with the disk where that caused an error, in the system's words; otherwise None.
+    """What is wrong with the disk if that caused an error, in the words of the system; otherwise None.
 
-    Some libraries raise errors of their own that only quote the system's number.
+    Some libraries raise other errors, which only quote the number of the system's error.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             return os.strerror(error.errno)
         for number in DISK_FAULTS:
-            if f"(os error {number})" in str(error):  # Rust's words, as in safetensors
+            if f"(os error {number})" in str(error):  # as Rust libraries such as safetensors write it
                 return os.strerror(number)
         error = error.__cause__ or error.__context__
     return None
@@ -34,7 +34,7 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         _write_and_rename(path, data)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # not the random name, and a failed write has none
+        error.filename, error.filename2 = str(path), None  # not the temporary name
         raise
     sync(path.parent)
 
@@ -45,7 +45,7 @@ def _write_and_rename(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_umask())  # mkstemp gives the owner alone access
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # mkstemp gives access to the owner only
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:

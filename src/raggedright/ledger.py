@@ -1,13 +1,13 @@
 """The ledger: what became of every session and row of a batch. Each ends in exactly one state.
 
-    trained   a loss token of it was in a step that ran
-    failed    the session ended without rows: it raised, timed out, returned nothing
-    dropped   the config asked for it (over_long = "drop")
+    trained   one of its loss tokens was in a step that ran
+    failed    the session ended without rows: it raised, timed out, or returned nothing
+    dropped   because of the config (over_long = "drop")
     skipped   it has no loss token, so there is nothing to learn from it; or it was sampled and then left out of the
               batch, because its prompt has no signal or the batch was full (dynamic sampling)
 
-Padding rows are counted beside them. `close_ledger` recounts the plan itself, row by row and role by role, and raises
-where the sums do not come out: nothing can vanish between rows and steps.
+Padding rows are counted separately. `close_ledger` recounts the plan row by row and role by role, and raises an error
+if the sums are wrong: no row can be lost between `Rows` and steps.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ State = Literal["trained", "failed", "dropped", "skipped"]
 
 
 class LedgerError(RaggedRightError):
-    """A plan lost or repeated a row: a fault of ours, worth stopping for."""
+    """A plan lost or repeated a row: a bug in raggedright."""
 
 
 class Outcome(NamedTuple):
@@ -50,10 +50,10 @@ _OUTCOMES = (TRAINED, DROPPED, SKIPPED)  # a session is trained if one of its ro
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """Outcomes of a batch: by row key, by (prompt, session), and the padding beside them."""
+    """Outcomes of a batch by row key and by (prompt, session), and the number of padding rows."""
 
     _real: Rows
-    _of_row: Ints  # each a place in _OUTCOMES
+    _of_row: Ints  # each an index into _OUTCOMES
     _failed: Mapping[tuple[str, int], str]
     _left_out: Mapping[Outcome, Rows]
     num_padding_rows: int
@@ -80,9 +80,9 @@ class Ledger:
 
     @cached_property
     def _of_session(self) -> Ints:
-        found = np.full(self._real.num_sessions, len(_OUTCOMES))
-        np.minimum.at(found, self._real.session_index, self._of_row)
-        return found
+        outcomes = np.full(self._real.num_sessions, len(_OUTCOMES))
+        np.minimum.at(outcomes, self._real.session_index, self._of_row)
+        return outcomes
 
     def __str__(self) -> str:
         rows, sessions = _sum(self._count_rows()), _sum(self._count_sessions())
@@ -109,7 +109,7 @@ def close_ledger(
     failed: Mapping[tuple[str, int], str] | None = None,
     skipped: Mapping[str, Rows] | None = None,
 ) -> Ledger:
-    """The ledger of a planned batch; `failed` gives the cause for each (prompt, session) that ended without rows.
+    """The ledger of a planned batch; `failed` has the cause of each (prompt, session) that ended without rows.
 
     `skipped` has, by cause, rows that were sampled and are not in the plan.
     """
@@ -127,12 +127,12 @@ def close_ledger(
     with_rows = {*zip(rows.prompt[real].tolist(), rows.session[real].tolist(), strict=True)} if failed else set()
     for session in ledger._failed.keys() & with_rows:
         cause = ledger._failed[session]
-        raise RowsError(f"session {session[0]}/{session[1]} failed ({cause}) and yet has rows; leave them out")
+        raise RowsError(f"session {session[0]}/{session[1]} failed ({cause}) but has rows; leave them out")
     return ledger
 
 
 def _check_left_out(plan: Plan, left_out: Mapping[Outcome, Rows]) -> None:
-    """An error where a row that was left out is planned."""
+    """Raise an error if a row that was left out is planned."""
     planned = {*plan.rows.key.tolist()} if left_out else set()
     for outcome, rows in left_out.items():
         if both := [key for key in rows.key.tolist() if key in planned]:
@@ -140,7 +140,7 @@ def _check_left_out(plan: Plan, left_out: Mapping[Outcome, Rows]) -> None:
 
 
 def _recount(plan: Plan, real: Ints) -> Bools:
-    """Which rows trained; an error unless every role has each planned row once an epoch and each dropped row never."""
+    """Which rows trained; an error unless every role has each planned row once per epoch and no dropped row."""
     num_rows = len(plan.rows)
     expected = np.zeros(num_rows, dtype=np.int64)
     expected[real] = 1
@@ -166,12 +166,12 @@ def _recount(plan: Plan, real: Ints) -> Bools:
 
 
 def _count(outcomes: Ints, failed: Iterable[str], left_out: Mapping[Outcome, int]) -> list[tuple[Outcome, int]]:
-    """How often each outcome is there, `trained` first."""
+    """The number of items with each outcome, `trained` first."""
     counts = zip(_OUTCOMES, np.bincount(outcomes, minlength=len(_OUTCOMES)).tolist(), strict=True)
-    found = Counter({outcome: count for outcome, count in counts if count})
-    found.update(left_out)
-    found.update(Outcome("failed", cause) for cause in failed)
-    return sorted(found.items(), key=lambda item: (item[0] != TRAINED, item[0]))
+    total = Counter({outcome: count for outcome, count in counts if count})
+    total.update(left_out)
+    total.update(Outcome("failed", cause) for cause in failed)
+    return sorted(total.items(), key=lambda item: (item[0] != TRAINED, item[0]))
 
 
 def _sum(counts: list[tuple[Outcome, int]]) -> str:

@@ -1,7 +1,7 @@
-"""Metrics of a batch from its numbers: exact means over real items, whatever the plan padded or cut.
+"""Metrics of a batch from its numbers: exact means over real items, for any padding and any cut.
 
-A metric has a level: `row`, `session` and `prompt` count each real one once; `perf` counts all that runs, padding too.
-Token-level metrics come from the losses, as sums weighted beforehand. Names are verl's where the meaning is the same.
+A metric has a level: `row`, `session` and `prompt` count each real item once; `perf` counts all work, padding included.
+Token-level metrics come from the losses, as weighted sums. Names are those of verl where the meaning is the same.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from raggedright.sessions import SessionTable
 
 
 def row_metrics(rows: Rows) -> dict[str, float]:
-    """Lengths by row, rows by session, and the share of rows without a loss token."""
+    """Lengths of rows, rows per session, and the share of rows without a loss token."""
     real = rows.take(~rows.is_padding) if rows.is_padding.any() else rows
     rows_of_session = np.bincount(real.session_index, minlength=real.num_sessions)
     return {
@@ -26,7 +26,7 @@ def row_metrics(rows: Rows) -> dict[str, float]:
 
 
 def session_metrics(table: SessionTable) -> dict[str, float]:
-    """Shares of failed sessions and of generations that ended at a limit of length, and means of agents' reports."""
+    """Shares of failed sessions and of generations cut at a length limit, and means of what agents report."""
     generations, cut = (int(table.row_columns[name].sum()) for name in ("generations", "cut_generations"))
     return {
         "sessions/failed_ratio": float(table.failed.mean()) if len(table) else 0.0,
@@ -36,12 +36,12 @@ def session_metrics(table: SessionTable) -> dict[str, float]:
 
 
 def score_metrics(scores: Scores) -> dict[str, float]:
-    """Scores by session: one with ten rows counts once, one without rows counts too."""
-    found = _spread("critic/score", scores.score)
-    if found:
-        differ = found["critic/score/min"] < found["critic/score/max"]  # else zero, without rounding
-        found["critic/score/std"] = std_of(scores.score) if differ else 0.0
-    return found
+    """Scores per session: a session with ten rows counts once, and so does one without rows."""
+    metrics = _spread("critic/score", scores.score)
+    if metrics:
+        differ = metrics["critic/score/min"] < metrics["critic/score/max"]  # if not, zero without rounding
+        metrics["critic/score/std"] = std_of(scores.score) if differ else 0.0
+    return metrics
 
 
 def signal_metrics(scores: Scores, num_prompts: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ def signal_metrics(scores: Scores, num_prompts: int) -> dict[str, float]:
 
 
 def perf_metrics(plan: Plan) -> dict[str, float]:
-    """What the trained roles run in a round, padding included."""
+    """The work of the trained roles in a round, padding included."""
     steps = [step for role in plan.trained_roles for step in plan.steps(role) if not step.skipped]
     return {
         "perf/rows": float(sum(len(step.row) for step in steps)),

@@ -1,7 +1,7 @@
-"""Plug-ins that a config names: a short name of one that is shipped, or "module:attribute" of the user's.
+"""Plug-ins that a config names: the short name of one that is shipped, or "module:attribute" for the user's code.
 
-Agents, engines, prompt sources and whatever else can be plugged in are found here, so that a wrong name, an option that
-does not exist and a missing option get the same kind of ConfigError, which names the config key.
+All kinds of plug-ins are loaded here, so that a wrong name, an unknown option and a missing option get the same kind of
+ConfigError, which names the config key.
 """
 
 import importlib
@@ -80,7 +80,7 @@ def _import(module_name: str, name: str, key: str) -> object:
         raise ConfigError(
             f"{key} is {name!r} and there is no module {error.name}; run in its folder (not {folder}), or install it"
         ) from None
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # the user's module may raise anything
         raise ConfigError(
             f"{key} is {name!r} and importing {module_name} fails: {type(error).__name__}: {error}; fix the module"
         ) from error

@@ -188,8 +188,9 @@ class Rows:
 
 FIELDS = tuple(each.name for each in fields(Rows) if each.init)
 """The fields of a row, in their order everywhere; all but the first and the last are counts."""
-COUNTS = FIELDS[1:-1]
 REQUIRED = FIELDS[:-2]
+COUNTS = FIELDS[1:-1]
+TOKEN_COUNTS = FIELDS[3:-1]
 
 
 def _check_columns(columns: Mapping[str, Any], place: Callable[[int], str]) -> dict[str, np.ndarray]:

@@ -1,16 +1,17 @@
 """Sessions and trajectories: what agents produce, what stores keep, and what the planner's rows are made from.
 
-`Trajectory` is one token sequence as it was sampled, `Session` one run of an agent with all its trajectories. A round
-of either is a `SessionTable`: the numbers of many sessions and their rows in columns, without their tensors. That is
-what ranks send to each other and what a store lists, because a million rows are too many for one object each.
+`Trajectory` is one token sequence as it was sampled, `Session` one run of an agent with all its trajectories. A
+`SessionTable` has the numbers of all sessions of a round, and of their rows, in columns, without the tensors. Ranks
+exchange tables and stores list them, because a million rows are too many for one object each.
 
 Invariants: a trajectory's arrays have the lengths of its tokens; a finished session has a finite score and no cause, a
 failed one has a cause and no trajectories; a table is in the order of its keys and has each session once.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import isfinite
 from typing import Literal, NamedTuple
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from raggedright.advantages import Scores
 from raggedright.arrays import Bools, Floats, Ints, Strings, mean_of, offsets, within
 from raggedright.errors import RaggedRightError
-from raggedright.rows import Rows
+from raggedright.rows import TOKEN_COUNTS, Rows
 
 State = Literal["finished", "failed"]
 Fields = Mapping[str, NDArray]
@@ -30,6 +31,20 @@ DTYPES = frozenset(
 TOKEN_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
 LARGEST = 2**63 - 1
 MOST_TRAJECTORIES = 2**16  # of a session
+SESSION_COLUMNS = ("prompt", "session", "attempt", "score", "cause", "num_rows")
+ROW_COLUMNS: Mapping[str, type] = {
+    **dict.fromkeys(TOKEN_COUNTS, np.int64),
+    "generations": np.int64,
+    "cut_generations": np.int64,
+    "weight_version": np.int64,
+    "reward": np.float64,  # NaN if there is none
+    "finish_reason": object,
+    "role": object,
+    "extra_names": object,  # one per line
+}
+"""What a table lists of each row: attributes of `Trajectory`, and the type of their column."""
+SessionLine = tuple[str, int, int, float | None, str, Mapping[str, float]]
+RowLine = Sequence[object]  # one value for each of ROW_COLUMNS
 
 
 class SessionError(RaggedRightError):
@@ -71,9 +86,9 @@ class Trajectory:
     """One token sequence: a prompt, then response tokens that were generated or observed.
 
     - `response_mask` is 1 for response tokens that carry loss, 0 for the others.
-    - `rollout_log_probs` are of the distribution that a token was sampled from, 0 for observed tokens.
-    - `extra` has further arrays by name: `position_ids`, `routed_experts`, images as `multi_modal_inputs.NAME`, or an
-      agent's own fields with one value per response token.
+    - `rollout_log_probs` belong to the distribution that a token was sampled from; they are 0 for observed tokens.
+    - `extra` has further arrays by name: `position_ids`, `routed_experts`, images as `multi_modal_inputs.NAME`, or
+      fields that an agent adds, with one value per response token.
     """
 
     input_ids: NDArray
@@ -84,7 +99,7 @@ class Trajectory:
     finish_reason: str = "none"  # of its last generation
     generations: int = 0
     cut_generations: int = 0  # those that ended at a limit of length
-    weight_version: int = -1  # the oldest weights that one of its tokens was sampled with; -1 without such a token
+    weight_version: int = -1  # the oldest weights that one of its tokens was sampled with; -1 if none was sampled
     extra: Fields = field(default_factory=dict)
 
     @property
@@ -130,22 +145,24 @@ class Session:
 
 
 def check_session(session: Session) -> None:
-    """Refuse what cannot be recorded: a SessionError names the session, or the row and its field."""
+    """Refuse a session that cannot be recorded: a SessionError names the session, or the row and its field."""
     key, score = session.key, session.score
     for name in ("round", "session", "attempt"):
         if type(value := getattr(key, name)) is not int or not 0 <= value <= LARGEST:
-            raise SessionError(f"{key!r:.200}: {name} is {value!r:.40}; it takes an integer from 0 to {LARGEST:,}")
+            raise SessionError(f"{key!r:.200}: {name} is {value!r:.40}; it must be an integer from 0 to {LARGEST:,}")
     if not is_text(key.prompt):
-        raise SessionError(f"{key!r:.200}: prompt is {key.prompt!r:.60}; it takes text that UTF-8 can encode")
+        raise SessionError(f"{key!r:.200}: prompt is {key.prompt!r:.60}; it must be text that UTF-8 can encode")
     if not is_text(session.cause):
-        raise SessionError(f"{key}: cause is {session.cause!r:.80}; it takes text")
+        raise SessionError(f"{key}: cause is {session.cause!r:.80}; it must be text")
     if session.cause and (score is not None or session.trajectories):
         raise SessionError(f"{key}: failed ({session.cause:.80}) with a score or trajectories; leave them out")
     if not session.cause and not is_finite(score):
-        raise SessionError(f"{key}: score is {score!r:.60}; it takes a finite number, or record it with a cause")
+        raise SessionError(
+            f"{key}: score is {score!r:.60}; it must be a finite number, or record the session with a cause"
+        )
     for name, value in session.metrics.items():
         if not is_text(name) or not is_finite(value):
-            raise SessionError(f"{key}: metric {name!r:.60} is {value!r:.60}; it takes a finite number")
+            raise SessionError(f"{key}: metric {name!r:.60} is {value!r:.60}; it must be a finite number")
     if len(session.trajectories) > MOST_TRAJECTORIES:
         raise SessionError(f"{key}: {len(session.trajectories):,} trajectories; a session has at most 65,536")
     for i, trajectory in enumerate(session.trajectories):
@@ -168,9 +185,9 @@ def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
             "last two have one value per response token"
         )
     if not is_text(trajectory.role) or not is_text(trajectory.finish_reason):
-        raise SessionError(f"{key}: role is {trajectory.role!r:.60}; it takes text")
+        raise SessionError(f"{key}: role is {trajectory.role!r:.60}; it must be text")
     if trajectory.reward is not None and not is_finite(trajectory.reward):
-        raise SessionError(f"{key}: reward is {trajectory.reward!r:.60}; it takes a finite number or None")
+        raise SessionError(f"{key}: reward is {trajectory.reward!r:.60}; it must be a finite number or None")
 
 
 def is_text(value: object) -> bool:
@@ -203,9 +220,9 @@ class SessionTable:
     @classmethod
     def of(cls, round: int, sessions: Iterable[Session]) -> "SessionTable":
         """The table of some sessions of a round, the last attempt of each."""
-        found = sorted(sessions, key=lambda session: session.key)
-        lines = [(s.key.prompt, s.key.session, s.key.attempt, s.score, s.cause, s.metrics) for s in found]
-        return make_table(round, lines, [row_lines(s) for s in found])
+        ordered = sorted(sessions, key=lambda session: session.key)
+        lines = [(*s.key[1:], s.score, s.cause, s.metrics) for s in ordered]
+        return make_table(round, lines, [row_lines(s) for s in ordered])
 
     @classmethod
     def join(cls, tables: "Sequence[SessionTable]") -> "SessionTable":
@@ -215,9 +232,9 @@ class SessionTable:
         names = {name for table in tables for name in table.metrics}
         joined = cls(
             round=round,
-            **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(cls)[1:7]},
+            **{name: np.concatenate([getattr(t, name) for t in tables]) for name in SESSION_COLUMNS},
             metrics={name: np.concatenate([t._metric(name) for t in tables]) for name in sorted(names)},
-            row_columns={n: np.concatenate([t.row_columns[n] for t in tables]) for n in ROW_COLUMNS},
+            row_columns={name: np.concatenate([t.row_columns[name] for t in tables]) for name in ROW_COLUMNS},
         )
         number = {name: i for i, name in enumerate(sorted({*joined.prompt.tolist()}))}
         order = np.lexsort((joined.session, np.array([number[name] for name in joined.prompt.tolist()])))
@@ -229,7 +246,7 @@ class SessionTable:
         of_rows = np.repeat(starts, counts) + within(counts)
         return SessionTable(
             round=self.round,
-            **{f.name: getattr(self, f.name)[at] for f in fields(self)[1:7]},
+            **{name: getattr(self, name)[at] for name in SESSION_COLUMNS},
             metrics={name: column[at] for name, column in self.metrics.items()},
             row_columns={name: column[of_rows] for name, column in self.row_columns.items()},
         )
@@ -251,12 +268,11 @@ class SessionTable:
     @cached_property
     def rows(self) -> Rows:
         """The rows' counts, for the planner."""
-        counts = {name: self.row_columns[name] for name in ("prompt_tokens", "response_tokens", "loss_tokens")}
         return Rows.from_columns(
             prompt=np.repeat(self.prompt, self.num_rows),
             session=np.repeat(self.session, self.num_rows),
             trajectory=within(self.num_rows),
-            **counts,
+            **{name: self.row_columns[name] for name in TOKEN_COUNTS},
         )
 
     @cached_property
@@ -297,22 +313,6 @@ class SessionTable:
         return self.metrics.get(name, np.full(len(self), np.nan))
 
 
-ROW_COLUMNS: Mapping[str, type] = {
-    "prompt_tokens": np.int64,
-    "response_tokens": np.int64,
-    "loss_tokens": np.int64,
-    "generations": np.int64,
-    "cut_generations": np.int64,
-    "weight_version": np.int64,
-    "reward": np.float64,  # NaN without one
-    "finish_reason": object,
-    "role": object,
-    "extra_names": object,  # one per line
-}
-SessionLine = tuple[str, int, int, float | None, str, Mapping[str, float]]
-RowLine = Sequence[object]  # one value for each of ROW_COLUMNS
-
-
 def row_lines(session: Session) -> list[RowLine]:
     """What a table says of each of a session's trajectories, in the order of ROW_COLUMNS."""
     return [[getattr(trajectory, name) for name in ROW_COLUMNS] for trajectory in session.trajectories]
@@ -321,8 +321,7 @@ def row_lines(session: Session) -> list[RowLine]:
 def make_table(round: int, lines: Sequence[SessionLine], rows: Sequence[Sequence[RowLine]]) -> SessionTable:
     """A table from lines in the order of their keys, each with prompt, session, attempt, score, cause and metrics."""
     prompt, session, attempt, score, cause, metrics = [*zip(*lines, strict=True)] or [()] * 6
-    columns: Iterator = zip(*(row for of_session in rows for row in of_session), strict=True)
-    found = [*columns] or [()] * len(ROW_COLUMNS)
+    columns = [*zip(*chain.from_iterable(rows), strict=True)] or [()] * len(ROW_COLUMNS)
     names = {name for reported in metrics for name in reported}
     return SessionTable(
         round=round,
@@ -335,6 +334,6 @@ def make_table(round: int, lines: Sequence[SessionLine], rows: Sequence[Sequence
         metrics={name: np.array([m.get(name) for m in metrics], dtype=np.float64) for name in sorted(names)},
         row_columns={
             name: np.array(column, dtype=dtype)
-            for (name, dtype), column in zip(ROW_COLUMNS.items(), found, strict=True)
+            for (name, dtype), column in zip(ROW_COLUMNS.items(), columns, strict=True)
         },
     )

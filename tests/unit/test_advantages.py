@@ -107,7 +107,7 @@ def test_columns_of_different_lengths_are_refused():
 
 
 def test_an_unknown_estimator_is_refused_by_name():
-    with pytest.raises(ConfigError, match="'gae2'; it takes one of grpo, rloo"):
+    with pytest.raises(ConfigError, match="'gae2'; it must be one of grpo, rloo"):
         session_advantages(scores_of(a=[1]), "gae2")  # pyright: ignore[reportArgumentType]
 
 

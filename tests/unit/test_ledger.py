@@ -50,7 +50,7 @@ def test_an_empty_batch_has_an_empty_ledger():
 
 
 def test_a_failed_session_with_rows_is_refused():
-    with pytest.raises(RowsError, match=r"session a/0 failed \(raised\) and yet has rows"):
+    with pytest.raises(RowsError, match=r"session a/0 failed \(raised\) but has rows"):
         close_ledger(make_plan(batch(), LAYOUT), failed={("a", 0): "raised"})
 
 

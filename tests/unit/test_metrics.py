@@ -88,9 +88,9 @@ def test_means_of_huge_scores_do_not_overflow():
     scores = Scores.from_columns(prompt=["a"] * 3, session=[0, 1, 2], score=[1.3e308, 1.5e308, 1.7e308])
     metrics = score_metrics(scores)
     assert metrics["critic/score/mean"] == pytest.approx(1.5e308)
-    assert mean_of([1.6e308, -1.0], [3, 1]) == pytest.approx(1.2e308)
-    assert mean_of([1.6e308, 1.6e308]) == 1.6e308
-    assert mean_of([sys.float_info.max] * 3) == sys.float_info.max
+    assert mean_of(np.array([1.6e308, -1.0, 1.6e308, 1.6e308])) == pytest.approx(1.2e308)
+    assert mean_of(np.array([1.6e308, 1.6e308])) == 1.6e308
+    assert mean_of(np.array([sys.float_info.max] * 3)) == sys.float_info.max
     assert metrics["critic/score/std"] == pytest.approx(0.2e308)
 
 
@@ -98,6 +98,4 @@ def test_means_of_huge_scores_do_not_overflow():
 def test_a_mean_of_any_finite_numbers_is_that_of_exact_arithmetic(values):
     exact = float(sum(map(Fraction, values)) / len(values))
     rounding = max(map(abs, values)) * 1e-14
-    assert mean_of(values) == pytest.approx(exact, abs=rounding)
     assert mean_of(np.array(values)) == pytest.approx(exact, abs=rounding)
-    assert mean_of(values, [2] * len(values)) == pytest.approx(exact, abs=rounding)

@@ -98,7 +98,7 @@ def cut_freely(
     costs = micro_batch_costs(bins, length, num_bins, layout, groups and groups.take(row)).reshape(-1, dp_size)
     num_slots = num_bins // dp_size
     number = _rank_of_bin(costs) * num_slots + np.repeat(np.arange(num_slots), dp_size)
-    return _step(row, number[bins], num_slots, dp_size, epoch)
+    return make_step(row, number[bins], num_slots, dp_size, epoch)
 
 
 def cut_by_rank(
@@ -153,7 +153,7 @@ def _fill_with_padding(step: Step, first_padding: int) -> Step:
     empty = np.flatnonzero(np.diff(step.bounds) == 0)
     bins = np.append(step.micro_batch_index, empty)
     row = np.append(step.row, first_padding + np.arange(len(empty)))
-    return _step(row, bins, step.num_slots, step.dp_size, step.epoch)
+    return make_step(row, bins, step.num_slots, step.dp_size, step.epoch)
 
 
 def assign_to_ranks(row: Ints, costs: Ints, dp_size: int) -> tuple[Ints, Ints]:
@@ -188,7 +188,7 @@ def join_steps(steps: Sequence[Step]) -> Step:
         dp_rank, slot = np.divmod(step.micro_batch_index, max(step.num_slots, 1))
         bins.append(dp_rank * num_slots + start + slot)
         start += step.num_slots
-    return _step(np.concatenate([step.row for step in steps]), np.concatenate(bins), num_slots, dp_size, epoch)
+    return make_step(np.concatenate([step.row for step in steps]), np.concatenate(bins), num_slots, dp_size, epoch)
 
 
 def _rank_of_bin(costs: Ints) -> Ints:
@@ -203,7 +203,8 @@ def _rank_of_bin(costs: Ints) -> Ints:
     return ranks.ravel()
 
 
-def _step(row: Ints, bins: Ints, num_slots: int, dp_size: int, epoch: int) -> Step:
+def make_step(row: Ints, bins: Ints, num_slots: int, dp_size: int, epoch: int) -> Step:
+    """A step, without weights, from the micro-batch (dp_rank * num_slots + slot) of each row."""
     order = np.argsort(bins, kind="stable")
     bounds = offsets(np.bincount(bins, minlength=dp_size * num_slots))
     return Step(epoch, dp_size, num_slots, row[order], np.zeros(len(row)), bounds)

@@ -13,14 +13,13 @@ tokens, except for one step if there are none); ranks have about equal costs wit
 Note: a step may hold part of a prompt. Steps of whole prompts would need more padding rows than there are ranks.
 """
 
-import heapq
-
 import numpy as np
 
-from raggedright.arrays import Ints, offsets
+from raggedright.arrays import Ints
 from raggedright.plan.assign import assign_rows, num_steps, token_weights
-from raggedright.plan.cut import Step
+from raggedright.plan.cut import Step, make_step
 from raggedright.plan.layout import Layout, RoleLayout
+from raggedright.plan.level import costliest_first
 from raggedright.plan.micro_batches import row_costs
 from raggedright.rows import Rows
 
@@ -29,14 +28,14 @@ def equal_rows_steps(
     rows: Rows, planned: Ints, layout: Layout, role: RoleLayout, *, multiple: int | None, trains: bool = True
 ) -> list[Step]:
     """The steps of a role over all epochs; for a role that does not train, one step for its forward pass."""
-    steps = []
+    steps, dp_size = [], role.dp_size
     for epoch in range(layout.epochs if trains else 1):
         step_of_row, count = _assign_steps(rows, planned, layout, role, multiple if trains else None, trains, epoch)
         weights = token_weights(rows, role.loss_agg, step=step_of_row, loss_norm_tokens=role.loss_norm_tokens)
         size = int(np.bincount(step_of_row[planned], minlength=count).max(initial=1))
         if trains and multiple is not None:
             size = max(size, role.mini_batch_size * layout.rollout_n)
-        equal = role.dp_size * role.rows_multiple
+        equal = dp_size * role.rows_multiple
         size = equal * -(-size // equal)
         first_padding = len(rows)
         for number in range(count):
@@ -46,14 +45,16 @@ def equal_rows_steps(
             costs = row_costs(np.maximum(lengths, layout.min_row_tokens), layout)
             row = np.append(row, first_padding + np.arange(num_padding))
             first_padding += num_padding
-            steps.append(_one_slot(_rows_by_rank(row, costs, role.dp_size), epoch).weighed(weights))
+            ones = np.ones(size, dtype=np.int64)
+            rank = costliest_first(ones, costs, np.array([size]), np.array([dp_size]), size // dp_size)
+            steps.append(make_step(row, rank, 1, dp_size, epoch).weighed(weights))
     return steps
 
 
 def join_ranks(steps: list[Step]) -> Step:
     """All steps as one forward pass; each row stays on its rank."""
-    ranks = range(steps[0].dp_size)
-    return _one_slot([np.concatenate([step.micro_batch(dp_rank, 0) for step in steps]) for dp_rank in ranks], 0)
+    row, rank = (np.concatenate(arrays) for arrays in zip(*((s.row, s.micro_batch_index) for s in steps), strict=True))
+    return make_step(row, rank, 1, steps[0].dp_size, epoch=0)
 
 
 def _assign_steps(
@@ -78,24 +79,3 @@ def _assign_steps(
     places = np.append(smaller, np.tile(np.arange(count), -(-len(without) // count)))
     step_of_row[without[np.argsort(rows.order[without])]] = places[: len(without)]
     return step_of_row, count
-
-
-def _rows_by_rank(row: Ints, costs: Ints, dp_size: int) -> list[Ints]:
-    """The rows of each rank, in equal numbers: each row, in descending cost, to the cheapest rank that has room."""
-    room = len(row) // dp_size
-    ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    heap = [(0, dp_rank) for dp_rank in range(dp_size)]  # cost so far, rank
-    for position, cost in zip(row.tolist(), costs.tolist(), strict=True):
-        cost_so_far, dp_rank = heap[0]
-        ranks[dp_rank].append(position)
-        if len(ranks[dp_rank]) < room:
-            heapq.heapreplace(heap, (cost_so_far + cost, dp_rank))
-        else:
-            heapq.heappop(heap)
-    return [np.array(rank, dtype=np.int64) for rank in ranks]
-
-
-def _one_slot(ranks: list[Ints], epoch: int) -> Step:
-    row = np.concatenate(ranks)
-    bounds = offsets(np.array([len(rank) for rank in ranks]))
-    return Step(epoch, len(ranks), 1, row, np.zeros(len(row)), bounds)

@@ -144,7 +144,7 @@ def test_the_command_alone_prints_its_help():
         ("[]", "line 2: [] is not an object"),
         ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": 1}', "line 2: field response_tokens is"),
         ('{"prompt": "p0", "session": 0, "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1}',
-         "line 2: row p0/0/0 stands at line 1 already"),
+         "line 2: row p0/0/0 is in line 1 already"),
         ('{"prompt": "p", "session": 0, "trajectory": 0, "prompt_tokens": -1, "response_tokens": 1}',
          "line 2: prompt_tokens is -1;"),
         ('{"prompt": "p", "session": "x", "trajectory": 0, "prompt_tokens": 1, "response_tokens": 1}',

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raggedright import Rows, RowsError
-from raggedright.tensors.schema import infer_schema
+from raggedright.tensors.row_schema import infer_schema
 
 LENGTHS = ((3, 4), (2, 6), (5, 1))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)

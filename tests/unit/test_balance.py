@@ -9,9 +9,16 @@ from torch import Tensor
 from raggedright.check.cases import Case
 from raggedright.check.run import batch_of, load_case
 from raggedright.errors import RowsError
-from raggedright.tensors.balance import balance_loss, count_experts, load_metrics, routings_of
-from raggedright.tensors.batch import TensorBatch
-from raggedright.tensors.routing import NOT_ROUTED, Routers, find_routers
+from raggedright.tensors.routing import (
+    NOT_ROUTED,
+    Routers,
+    balance_loss,
+    count_experts,
+    find_routers,
+    load_metrics,
+    routings_of,
+)
+from raggedright.tensors.tensor_batch import TensorBatch
 
 MODEL, MADE_UP = load_case(Case(model="qwen3-moe"))
 FOUND = find_routers(MODEL)

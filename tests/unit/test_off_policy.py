@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raggedright import token_weights
-from raggedright.tensors.off_policy import off_policy_metrics
+from raggedright.tensors.losses import off_policy_metrics
 from unit.loss_batch import Batch, make_batch, weights_from
 
 torch.set_num_threads(1)

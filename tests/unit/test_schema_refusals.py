@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from raggedright.tensors.schema import Fields, infer_schema
+from raggedright.tensors.row_schema import Fields, infer_schema
 from unit.field_rows import FLOATS, fields_of, refused, rows_of
 
 BAD: list[tuple[str, str, Callable[[Fields], object], str]] = [
-    ("length", "old_log_probs", lambda row: torch.ones(5), "has 5 tokens and the response 6; give one value a token"),
+    ("length", "old_log_probs", lambda row: torch.ones(5), "has 5 tokens and the response 6; give one value per token"),
     ("sequence", "position_ids", lambda row: torch.ones(3, 7), "has 7 tokens and the sequence 8"),
     ("scalar", "values", lambda row: torch.tensor(1.0), "has shape () and in row p0/0/0 has shape (4,)"),
     ("rank", "values", lambda row: torch.ones(6, 1), "has shape (6, 1) and in row p0/0/0 has shape (4,)"),
@@ -32,7 +32,7 @@ BAD: list[tuple[str, str, Callable[[Fields], object], str]] = [
         "has shape (8, 2, 3) and in row p0/0/0 (7, 2, 2)",
     ),
     ("routing", "routed_experts", lambda row: torch.zeros(7, 2, 2).int(), "has 7 tokens and the sequence 8"),
-    ("group", "uid", lambda row: 7, "is 7; group ids are strings, or whole numbers, in all rows alike"),
+    ("group", "uid", lambda row: 7, "is 7; group ids are strings in all rows, or integers in all rows"),
     ("group", "uid", lambda row: "<padding>0", "is '<padding>0'; ids that begin with <padding>"),
 ]
 

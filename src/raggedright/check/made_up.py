@@ -16,7 +16,7 @@ from raggedright.check.lengths import PAST
 from raggedright.check.models import known_routers
 from raggedright.check.reference import MadeUp, TokenFields, row_outputs
 from raggedright.rows import Rows
-from raggedright.tensors.media import has_vision, placeholder_ids
+from raggedright.tensors.images import has_vision, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED
 
 FAR = 25.0  # a log-ratio beyond every clamp

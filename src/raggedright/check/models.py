@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, Pre
 
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
-from raggedright.tensors.media import has_vision
+from raggedright.tensors.images import has_vision
 from raggedright.tensors.routing import Routers, find_routers
 from raggedright.train.models import load_actor, load_critic, make_tokenizer
 

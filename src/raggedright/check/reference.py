@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raggedright.check.cases import Case
 from raggedright.rows import Rows
-from raggedright.tensors.media import placeholder_ids
+from raggedright.tensors.images import placeholder_ids
 from raggedright.tensors.routing import Routers, find_routers
 
 TokenFields = dict[str, object]

@@ -37,16 +37,14 @@ from raggedright.errors import ConfigError
 from raggedright.metrics import row_metrics
 from raggedright.plan.cut import Step
 from raggedright.plan.plan import Role, make_plan
-from raggedright.tensors.balance import balance_loss, count_experts, routings_of
-from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import check_tree, forward_log_probs, forward_values
-from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
-from raggedright.tensors.media import has_vision, image_filler
-from raggedright.tensors.off_policy import off_policy_metrics
-from raggedright.tensors.packs import check_packs
-from raggedright.tensors.routing import Routers, find_routers
-from raggedright.tensors.schema import infer_schema
+from raggedright.tensors.images import has_vision, image_filler
+from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, off_policy_metrics, policy_loss, value_loss
+from raggedright.tensors.routing import Routers, balance_loss, count_experts, find_routers, routings_of
+from raggedright.tensors.row_independence import check_row_independence
+from raggedright.tensors.row_schema import infer_schema
+from raggedright.tensors.tensor_batch import TensorBatch
 
 ACTOR_FIELDS = ("old_log_probs", "ref_log_probs", "advantages")
 CRITIC_FIELDS = ("values", "returns")
@@ -205,7 +203,9 @@ def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int |
     elif not only_critic:
         try:
             check_tree(model, max(lengths.row_tokens, default=SHORT))
-            check_packs(model, Collator(how="tree", token_id=0), row_tokens=SHORT, micro_batch_tokens=4 * SHORT)
+            check_row_independence(
+                model, Collator(how="tree", token_id=0), row_tokens=SHORT, micro_batch_tokens=4 * SHORT
+            )
             trees = True
         except ConfigError as error:
             notes.append(f"tree is not possible: {str(error).rpartition(';')[0]}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raggedright.errors import ConfigError, RowsError
 from raggedright.tensors.collate import MicroBatch
-from raggedright.tensors.media import placeholder_ids
+from raggedright.tensors.images import placeholder_ids
 
 TEMPERATURES = "rollout_temperatures"
 """The field of rows that has the temperature of each response token, where it is not the same for all of a run."""

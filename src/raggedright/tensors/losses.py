@@ -1,16 +1,16 @@
-"""Losses as weighted sums over the tokens of a micro-batch, with metrics that add up the same way.
+"""Losses and off-policy metrics as weighted sums over the tokens of a micro-batch.
 
-Every vector is flat: the response tokens of row 0, then those of row 1, and so on. What a loss returns adds over
-micro-batches and ranks to the step's number, whatever the cut and the padding: there is no batch denominator and no
-mean in here. Two rules keep it so. Where a token's weight is zero its inputs are made neutral before anything else is
-done with them (0 x inf is NaN, also in a gradient). The only divisor is a row's own count of loss tokens.
+Every vector is flat: the response tokens of row 0, then those of row 1, and so on. The results add over micro-batches
+and ranks to the step's number, for any cut and any padding: there is no batch denominator and no mean here. Two rules
+ensure this. Where a token's weight is zero, its inputs are made neutral before anything else is done with them (0 x inf
+is NaN, also in a gradient). The only divisor is a row's own count of loss tokens.
 
-A micro-batch of padding alone has the loss 0, with a graph, and gives zero gradients. Half precision is raised
+A micro-batch of padding rows only has the loss 0, with a graph, and gives zero gradients. Half precision is raised
 to float32 on entry; metrics are float64.
 
-The surprise: log-ratios are clamped where verl 0.9.1 clamps them, so that numbers carry over. Beyond a clamp a token
-has no gradient: ppo's log-ratio (and its `actor/ppo_kl`) at +-20, gspo's at 10 from above, k3's log-ratio at +-20
-and k3 itself at 10 (a token that is 2.5 nats less likely than under the reference is not pulled back).
+Note: log-ratios are clamped where verl 0.9.1 clamps them, so that numbers carry over. Beyond a clamp a token has no
+gradient: ppo's log-ratio (and its `actor/ppo_kl`) at +-20, gspo's at 10 from above, k3's log-ratio at +-20 and k3
+itself at 10 (a token that is 2.5 nats less likely than under the reference is not pulled back).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWeights:
-    """What each response token of a micro-batch counts: nothing where it carries no loss, and in padding rows.
+    """The weights of a micro-batch's response tokens: zero for tokens without loss and in padding rows.
 
-    A forward-only pass has no objective, so `loss` is zero there and `mean` is not.
+    A forward-only pass has no objective: `loss` is zero there, and `mean` is not.
     """
 
     loss: Tensor  # [N] weight in the objective
@@ -55,16 +55,19 @@ class TokenWeights:
     def from_mask(
         cls, mask: Tensor, response_tokens: Sequence[int] | Ints, *, loss: ArrayLike, mean: ArrayLike
     ) -> "TokenWeights":
-        """From all rows' loss masks, joined, and each row's weights (`token_weights`, here and of token-mean)."""
+        """From the loss masks of all rows, one after another, and the per-token weights of each row.
+
+        `loss` is the plan's weight of each row, `mean` that of token-mean (see `token_weights`).
+        """
         counts = np.asarray(response_tokens, dtype=np.int64)
         row, carries_loss = np.repeat(np.arange(len(counts)), counts), mask.cpu().bool().numpy()
         row_tokens = np.bincount(row[carries_loss], minlength=len(counts))
-        of_row = (np.asarray(weight, dtype=np.float64) for weight in (loss, mean))
-        by_token = (np.where(carries_loss, weight[row], 0.0) for weight in of_row)
-        return cls(*map(torch.from_numpy, (*by_token, row, row_tokens)), num_rows=len(counts))
+        row_weights = (np.asarray(weight, dtype=np.float64) for weight in (loss, mean))
+        token_weights = (np.where(carries_loss, weight[row], 0.0) for weight in row_weights)
+        return cls(*map(torch.from_numpy, (*token_weights, row, row_tokens)), num_rows=len(counts))
 
     def to(self, device: torch.device | str) -> "TokenWeights":
-        """The same on another device."""
+        """These weights on another device."""
         tensors = (tensor.to(device) for tensor in (self.loss, self.mean, self.row, self.row_tokens))
         return TokenWeights(*tensors, num_rows=self.num_rows)
 
@@ -85,10 +88,10 @@ def policy_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Sums:
-    """The policy's objective; ratios are clipped to [1 - clip_low, 1 + clip_high], in reinforce there are none.
+    """The policy's objective; ratios are clipped to [1 - clip_low, 1 + clip_high]; reinforce has no ratios.
 
-    `dual_clip` (> 1) bounds the loss of a token of negative advantage at `dual_clip` times that advantage. Gspo takes
-    one ratio per row, exp of the mean log-ratio of its loss tokens, and gives each of them the gradient of it.
+    `dual_clip` (> 1) bounds the loss of a token of negative advantage at `dual_clip` times that advantage. Gspo uses
+    one ratio per row, exp of the mean log-ratio of its loss tokens, and each of these tokens gets its gradient.
     """
     log_probs, old_log_probs, advantages = _neutral(weights, log_probs, old_log_probs, advantages)
     log_ratio = log_probs - old_log_probs
@@ -99,8 +102,8 @@ def policy_loss(
             log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             ratio = log_ratio.exp()
         case "gspo":
-            of_row = weights.row_means(log_ratio.detach())[weights.row]
-            ratio = (log_probs - log_probs.detach() + of_row).clamp(max=GSPO_LOG_RATIO_LIMIT).exp()
+            row_log_ratio = weights.row_means(log_ratio.detach())[weights.row]
+            ratio = (log_probs - log_probs.detach() + row_log_ratio).clamp(max=GSPO_LOG_RATIO_LIMIT).exp()
         case _:
             raise ConfigError(f"policy loss is {kind!r}; it takes one of {', '.join(get_args(PolicyLoss))}")
     losses, clipped, clipped_lower = _clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -115,7 +118,7 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights, *, 
 
 
 def kl_estimate(log_ratio: Tensor, kind: KlEstimator) -> Tensor:
-    """KL(policy || reference) of each token from log-probs' differences, as verl bounds it."""
+    """KL(policy || reference) of each token from differences of log-probs, bounded as in verl."""
     match kind:
         case "k1":
             return log_ratio
@@ -135,12 +138,50 @@ def entropy_loss(entropy: Tensor, weights: TokenWeights) -> Sums:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: TokenWeights, *, clip: float) -> Sums:
-    """Half the squared error of the values, or of the values kept within `clip` of the old ones if that is more."""
+    """Half the squared error of the values, or of the values clipped to `clip` around the old ones if that is more."""
     values, old_values, returns = _neutral(weights, values, old_values, returns)
     near = values.clamp(old_values - clip, old_values + clip)
     free, clipped = (values - returns).square(), (near - returns).square()
     losses = 0.5 * torch.maximum(free, clipped)
     return _sums("critic/vf_loss", losses, weights, {"critic/vf_clipfrac": clipped > free, "critic/vpred_mean": values})
+
+
+@torch.no_grad()
+def off_policy_metrics(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, weights: TokenWeights, row_weights: Tensor
+) -> dict[str, Tensor]:
+    """A micro-batch's share of verl's `rollout_corr/` metrics: how far the trained policy is from the rollout's policy.
+
+    Log-probs are flat over response tokens. Token metrics (kl, k3_kl, chi2_token) are weighted with `weights.mean`, row
+    metrics with `row_weights`: 1 / (real rows with loss tokens in the batch), zero for padding rows and rows without
+    loss tokens. All are float64 sums that add over micro-batches and ranks to exact means over real tokens and rows.
+
+    Note: verl's `log_ppl_diff_max` and `_min` are missing, because extremes do not add. verl averages the row metrics
+    over all rows of a batch, including padding rows, which have a perplexity of 1.
+    """
+    has_weight = weights.mean != 0
+    training, rollout = (torch.where(has_weight, x.double(), 0.0) for x in (old_log_probs, rollout_log_probs))
+    log_ratio = training - rollout
+    token_values = {
+        "kl": -log_ratio,
+        "k3_kl": log_ratio.exp() - log_ratio - 1,
+        "chi2_token": (2 * log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp() - 1,
+    }
+    training_log_ppl, rollout_log_ppl = -weights.row_means(training), -weights.row_means(rollout)
+    log_ppl_diff = training_log_ppl - rollout_log_ppl
+    row_log_ratio = log_ratio.new_zeros(weights.num_rows).index_add_(0, weights.row, log_ratio)
+    row_values = {
+        "training_ppl": training_log_ppl.exp(),
+        "training_log_ppl": training_log_ppl,
+        "rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_log_ppl": rollout_log_ppl,
+        "log_ppl_diff": log_ppl_diff,
+        "log_ppl_abs_diff": log_ppl_diff.abs(),
+        "ppl_ratio": log_ppl_diff.exp(),
+        "chi2_seq": (2 * row_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp() - 1,
+    }
+    sums = weighted_sums(token_values, weights.mean) | weighted_sums(row_values, row_weights)
+    return {f"rollout_corr/{name}": value for name, value in sums.items()}
 
 
 def _clip(
@@ -165,20 +206,20 @@ def _policy_sums(losses: Tensor, log_ratio: Tensor, weights: TokenWeights, **sha
 
 
 def _neutral(weights: TokenWeights, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The inputs, in float32 at least, with zero where the weight is zero; no gradient gets past that."""
-    counts = weights.loss != 0
+    """The inputs, in float32 at least, with zero where the weight is zero, so that no gradient flows there."""
+    has_weight = weights.loss != 0
     raised = (values.to(torch.promote_types(values.dtype, torch.float32)) for values in inputs)
-    return tuple(torch.where(counts, values, 0.0) for values in raised)
+    return tuple(torch.where(has_weight, values, 0.0) for values in raised)
 
 
 def _sums(name: str, losses: Tensor, weights: TokenWeights, means: Mapping[str, Tensor] | None = None) -> Sums:
-    """A loss, which is the metric of this name too, and token means of other values."""
+    """A loss, which is also the metric of this name, and token means of other values."""
     loss = torch.dot(weights.loss.double(), losses.double())  # a field of a stored row may be float32
     return Sums(loss, {name: loss.detach(), **weighted_sums(means or {}, weights.mean)})
 
 
 @torch.no_grad()
 def weighted_sums(named: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
-    """The sum of each of some vectors under one weight, in float64."""
+    """The weighted sum of each vector, in float64."""
     weight = weight.double()
     return {name: torch.dot(weight, values.double()) for name, values in named.items()}

@@ -28,7 +28,7 @@ from raggedright.plan.layout import DEFAULT_TOKENS
 from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import check_tree, forward_outputs
-from raggedright.tensors.media import placeholder_ids
+from raggedright.tensors.images import placeholder_ids
 
 # Names of lengths in the configs of transformers, and of what begins alike and is none.
 _LENGTH = re.compile(r"window|local_attention|chunk_(size|length)|block_size|index_topk|conv|kernel")
@@ -48,7 +48,7 @@ class Dependence:
     drift: float  # difference to the outputs of the row alone, over their spread
 
 
-def check_packs(
+def check_row_independence(
     model: nn.Module,
     collator: Collator,
     *,

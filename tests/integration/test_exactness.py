@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from raggedright.check import run
+from raggedright.check import compare
 from raggedright.check.cases import Able, Case, choices, covering_cases
-from raggedright.check.models import BUILTIN, CRITICS, load_model
-from raggedright.check.reference import reference_step
-from raggedright.check.run import batch_of, load_case, run_case
+from raggedright.check.check_inputs import BUILTIN, CRITICS, load_model
+from raggedright.check.compare import batch_of, load_case, run_case
+from raggedright.check.plain_losses import reference_step
 from raggedright.tensors.losses import TokenWeights
 from raggedright.tensors.tree import PrefixTrees
 
@@ -84,13 +84,13 @@ def test_a_tree_whose_branches_see_each_other_is_caught(monkeypatch):
 
 def test_a_pack_whose_positions_run_on_is_caught(monkeypatch):
     """It is one long sequence to the model: wrong by nats, without a word."""
-    forward = run.forward_log_probs
+    forward = compare.forward_log_probs
 
     def run_on(model, micro, **options):
         positions = torch.arange(micro.inputs["input_ids"].shape[1])[None]
         return forward(model, replace(micro, inputs={**micro.inputs, "position_ids": positions}), **options)
 
-    monkeypatch.setattr(run, "forward_log_probs", run_on)
+    monkeypatch.setattr(compare, "forward_log_probs", run_on)
     assert run_case(Case(cut="one")).rel_error > 0.1
 
 
@@ -118,14 +118,14 @@ def test_metrics_over_padding_are_caught(monkeypatch):
 
 
 def test_a_metric_without_a_plain_reference_is_told(monkeypatch):
-    right = run.entropy_loss
+    right = compare.entropy_loss
 
     def more(entropy, weights):
         sums = right(entropy, weights)
         return sums._replace(metrics={**sums.metrics, "actor/new": sums.loss.detach()})
 
-    monkeypatch.setattr(run, "entropy_loss", more)
-    with pytest.raises(AssertionError, match="actor/new: of the plan alone"):
+    monkeypatch.setattr(compare, "entropy_loss", more)
+    with pytest.raises(AssertionError, match="actor/new: only in the plan"):
         run_case(Case())
 
 
@@ -139,15 +139,15 @@ def test_a_loss_without_a_plain_reference_is_told(unknown):
 
 def test_a_balance_loss_from_the_fractions_of_each_micro_batch_is_caught(monkeypatch):
     """The usual form, a product of two means over whatever is in a micro-batch."""
-    right = run.balance_loss
+    right = compare.balance_loss
 
     def wrong(logits, micro, counts, routers):
-        own = counts if micro.routing is None else run.count_experts([micro.routing[micro.real]], routers)
+        own = counts if micro.routing is None else compare.count_experts([micro.routing[micro.real]], routers)
         return right(logits, micro, own * counts.sum() / own.sum().clamp(min=1), routers)
 
     case = Case(model="qwen3-moe", experts="balanced", cut="rows")
     assert run_case(case).rel_error < 1e-10
-    monkeypatch.setattr(run, "balance_loss", wrong)
+    monkeypatch.setattr(compare, "balance_loss", wrong)
     assert run_case(case).rel_error > 1e-3
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raggedright.check.cases import Case
-from raggedright.check.run import batch_of, load_case
+from raggedright.check.compare import batch_of, load_case
 from raggedright.errors import RowsError
 from raggedright.tensors.routing import (
     NOT_ROUTED,

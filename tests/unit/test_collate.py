@@ -8,12 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raggedright import ConfigError, Layout, Rows, RowsError, make_plan
-from raggedright.check.made_up import make_up
-from raggedright.check.models import load_model
-from raggedright.check.reference import row_outputs
+from raggedright.check.check_inputs import load_model, make_up
+from raggedright.check.plain_losses import row_outputs
 from raggedright.plan.layout import Collate
 from raggedright.tensors import Collator, TensorBatch, forward_log_probs, image_filler, infer_schema
-from raggedright.tensors.row_independence import check_row_independence
+from raggedright.tensors.row_independence import check_packs
 
 HOWS = get_args(Collate)
 
@@ -232,7 +231,7 @@ def test_a_model_that_would_take_a_trees_mask_for_another_is_refused(change, mat
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads, **change))
     with pytest.raises(ConfigError, match=f"collate is tree.*{match}"):
-        check_row_independence(model, Collator(how="tree", token_id=0))
+        check_packs(model, Collator(how="tree", token_id=0))
 
 
 def test_padding_rows_are_found_behind_the_real_ones():

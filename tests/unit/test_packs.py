@@ -12,7 +12,7 @@ from raggedright.config import load_config
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import Collate
 from raggedright.tensors import Collator
-from raggedright.tensors.row_independence import check_row_independence, measure, probe_lengths, rope_limits
+from raggedright.tensors.row_independence import check_packs, measure, probe_lengths, rope_limits
 from raggedright.train.setup import set_up
 from raggedright.train.world import World
 from verification.families import build, build_double, compare, small_config
@@ -42,8 +42,8 @@ def scaled(name: str) -> nn.Module:
 def test_a_family_whose_rows_see_each_other_in_a_pack_is_refused_at_its_default_initialisation(name: str) -> None:
     model = build(name, **({} if name == "xglm" else DEFAULT))
     with pytest.raises(ConfigError, match=rf"{name}' does not keep its rows apart.*set train.collate = 'padded'"):
-        check_row_independence(model, PACKED)
-    check_row_independence(model, PADDED)
+        check_packs(model, PACKED)
+    check_packs(model, PADDED)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "mixtral", "cohere2"])
@@ -53,7 +53,7 @@ def test_a_sound_family_has_a_gradient_of_exactly_zero_on_other_rows_and_later_t
     for collator in (PACKED, PADDED):
         found = measure(model, collator, (15, 21))
         assert (found.others, found.later) == (0, 0)
-        check_row_independence(model, collator)
+        check_packs(model, collator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,8 +66,8 @@ def test_a_dependence_that_is_smaller_than_the_rounding_of_bfloat16_is_found_in_
     before = {name: (tensor.dtype, tensor.clone()) for name, tensor in model.state_dict().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         with pytest.raises(ConfigError, match=r"does not keep its rows apart when train\.collate is tree"):
-            check_row_independence(model, TREE)
-        check_row_independence(model, PADDED)
+            check_packs(model, TREE)
+        check_packs(model, PADDED)
     after = model.state_dict()
     assert all(after[name].dtype is was and torch.equal(after[name], value) for name, (was, value) in before.items())
 
@@ -76,14 +76,14 @@ def test_a_dependence_that_is_smaller_than_the_rounding_of_bfloat16_is_found_in_
 def test_a_model_that_does_not_run_in_float64_is_refused_with_what_to_set(collator: Collator) -> None:
     """xglm casts its attention to float32 and then masks it with the least number of float64: an error of torch's."""
     with pytest.raises(ConfigError, match=r"'xglm' does not run .*float64.*set model.dtype = 'float32'"):
-        check_row_independence(nn.Module.to(build("xglm"), torch.float64), collator)
+        check_packs(nn.Module.to(build("xglm"), torch.float64), collator)
 
 
 @pytest.mark.parametrize("collator", [PACKED, PADDED, TREE], ids=lambda collator: collator.how)
 def test_a_model_that_sees_later_tokens_is_refused_in_every_collation(collator: Collator) -> None:
     """A bert decoder trained, and its gradient was 1.2e-2 apart between two cuts."""
     with pytest.raises(ConfigError, match=r"model: model type 'bert' is not causal.*is_decoder = true"):
-        check_row_independence(build("bert", is_decoder=False, **DEFAULT), collator)
+        check_packs(build("bert", is_decoder=False, **DEFAULT), collator)
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
@@ -91,10 +91,10 @@ def test_a_rope_that_follows_the_longest_row_is_refused_for_rows_that_reach_its_
     """The gradient of a row of 9 tokens changed by up to 0.36 with the length of the row beside it."""
     assert rope_limits(scaled(name)) == [(name, 16)]
     for collator in (PACKED, PADDED):
-        check_row_independence(scaled(name), collator, row_tokens=16)
+        check_packs(scaled(name), collator, row_tokens=16)
         for most in (17, None):
             with pytest.raises(ConfigError, match=rf"rope type '{name}'.*more than 16 tokens.*max_row_tokens = 16"):
-                check_row_independence(scaled(name), collator, row_tokens=most)
+                check_packs(scaled(name), collator, row_tokens=most)
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
@@ -110,9 +110,9 @@ def test_attention_in_chunks_is_refused_in_packs_longer_than_a_chunk_and_exact_o
     model = build_double("llama4_text")  # chunks of 8
     for most in (9, None):
         with pytest.raises(ConfigError, match=r"chunks of 8 tokens.*set train.collate = 'padded', or"):
-            check_row_independence(model, PACKED, micro_batch_tokens=most)
-    check_row_independence(model, PACKED, micro_batch_tokens=8)
-    check_row_independence(model, PADDED)
+            check_packs(model, PACKED, micro_batch_tokens=most)
+    check_packs(model, PACKED, micro_batch_tokens=8)
+    check_packs(model, PADDED)
     assert max(compare(model, "packed", lengths=(5, 9, 7))) > 1e-3
     assert max(compare(model, "packed", lengths=(5, 3))) < 1e-10
     assert max(compare(model, "padded", lengths=(5, 19, 30))) < 1e-10
@@ -129,11 +129,11 @@ def test_a_sliding_window_counts_within_the_row_wherever_it_is_in_the_micro_batc
 @pytest.mark.parametrize("name", ["mistral", "mixtral", "gemma3_text", "phi3", "starcoder2", "cohere2", "olmo3"])
 def test_a_tree_with_a_sliding_window_is_exact_while_no_row_is_longer_than_it_and_refused_otherwise(name: str) -> None:
     model = build_double(name)  # windows of 8
-    check_row_independence(model, TREE, row_tokens=8)
+    check_packs(model, TREE, row_tokens=8)
     assert max(compare(model, "tree", lengths=(8, 5, 8, 2, 7))) < 1e-10
     for most in (9, None):
         with pytest.raises(ConfigError, match=r"collate is tree.*sliding_attention of 8 tokens.*max_row_tokens to 8"):
-            check_row_independence(model, TREE, row_tokens=most, micro_batch_tokens=10)
+            check_packs(model, TREE, row_tokens=most, micro_batch_tokens=10)
     with pytest.raises(ConfigError, match="rows of up to 9 tokens"):
         compare(model, "tree", lengths=(8, 9))
 
@@ -205,5 +205,5 @@ def test_weights_that_are_zero_do_not_hide_what_a_model_lets_through() -> None:
     head = model.lm_head.weight
     head.data.zero_()
     with pytest.raises(ConfigError, match="does not keep its rows apart"):
-        check_row_independence(model, PACKED)
+        check_packs(model, PACKED)
     assert not head.any()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raggedright.agents.session import Session, Task
 from raggedright.agents.settings import RolloutSettings
-from raggedright.check.models import load_model
+from raggedright.check.check_inputs import load_model
 from raggedright.config.sections import Experts, Model
 from raggedright.errors import ConfigError, RowsError
 from raggedright.rollout.local import LocalEngine
@@ -22,7 +22,7 @@ from raggedright.sessions import SessionKey
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs
 from raggedright.tensors.routing import NOT_ROUTED, Routers, fill_up, find_routers, routing_dtype
-from raggedright.tensors.row_independence import check_row_independence
+from raggedright.tensors.row_independence import check_packs
 from raggedright.train.experts import actor_experts
 from raggedright.train.models import load_actor, make_tokenizer
 
@@ -302,14 +302,14 @@ def test_a_family_that_lets_rows_of_a_pack_see_each_other_is_refused_and_trains_
     with pytest.raises(
         ConfigError, match=r"model type 'gpt_oss' does not keep its rows apart.*set train.collate = 'padded'"
     ):
-        check_row_independence(family("gpt_oss"), packed)
-    check_row_independence(family("gpt_oss"), padded)
+        check_packs(family("gpt_oss"), packed)
+    check_packs(family("gpt_oss"), padded)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_family_that_keeps_rows_of_a_pack_apart_is_taken(name: str, dtype: torch.dtype) -> None:
-    check_row_independence(family(name, dtype), Collator(how="packed", token_id=0))
+    check_packs(family(name, dtype), Collator(how="packed", token_id=0))
 
 
 def test_transformers_own_balance_loss_and_routers_noise_are_off_whatever_the_model_says() -> None:

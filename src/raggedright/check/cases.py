@@ -1,14 +1,17 @@
-"""What is checked: every pair of choices at least once, or every combination.
+"""The cases of a check: every pair of choices at least once, or every combination.
 
-The choices are those a user makes in a config, and a few that nobody makes on purpose: the cut into micro-batches and
+The choices are those that a user makes in a config, and two that follow from the rows: the cut into micro-batches and
 the order in which rows arrive.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from pathlib import Path
 from random import Random
 from typing import Literal, get_args
+
+import numpy as np
 
 from raggedright.loss_names import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg
@@ -21,17 +24,17 @@ CUTS: Mapping[str, Layout] = {
     "pipeline": replace(_BASE, micro_batch_tokens=40, micro_batch_multiple=3),
     "context": replace(_BASE, micro_batch_tokens=48, min_row_tokens=16),
 }
-_TRIES, _CANDIDATES = 60, 40  # draws until a pair counts as impossible; draws for each case
+_TRIES, _CANDIDATES = 60, 40  # draws before a pair counts as impossible; draws per case
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One comparison. `cut` names a rule for micro-batches, `order` a shuffle of the rows.
 
-    - `experts`: routed naturally, or as the rows recorded it; balanced: with the balance loss, too.
-    - `rows`: long ones reach past the lengths in the model's config (windows, chunks, positions).
-    - `ratios`: far ones lie beyond every clamp of the losses.
-    - `passes`: recomputed ones run in training mode with activation checkpointing.
+    - `experts`: routed naturally, or replayed as recorded in the rows; balanced: replayed, with the balance loss.
+    - `rows`: long rows exceed the lengths in the model's config (windows, chunks, positions).
+    - `ratios`: far ratios are beyond every clamp of the losses.
+    - `passes`: recomputed passes run in training mode with activation checkpointing.
     """
 
     model: str = "qwen3"
@@ -53,19 +56,42 @@ class Case:
 
     @property
     def critic(self) -> bool:
-        """Whether the value loss of a critic is checked, not a policy loss."""
+        """Whether the case checks the value loss of a critic, not a policy loss."""
         return self.loss == "value"
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the report about anything but the cases: a largest error and its tolerance."""
+
+    section: str
+    subject: str
+    cases: int
+    error: float
+    tolerance: float
+    passed: bool
+
+    @classmethod
+    def of(cls, section: str, subject: str, errors: Sequence[float], tolerance: float) -> "Line":
+        """The line of some comparisons; an error that is NaN does not pass."""
+        error = float(np.max(errors))
+        return cls(section, subject, len(errors), error, tolerance, error <= tolerance)
+
+
+@dataclass(frozen=True, slots=True)
 class Able:
-    """Which of the models can be a critic, or nothing else; replay experts; run trees; recompute activations."""
+    """The models that can be a critic, can only be a critic, replay experts, run trees or recompute activations."""
 
     critic: Sequence[str] = ()
     only_critic: Sequence[str] = ()
     experts: Sequence[str] = ()
     trees: Sequence[str] = ()
     recompute: Sequence[str] = ()
+
+
+def short_name(model: str) -> str:
+    """The last part of a model directory's path, or the name of a built-in model."""
+    return Path(model).name or model
 
 
 def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> dict[str, Sequence]:
@@ -91,7 +117,7 @@ def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> 
 
 
 def all_cases(options: Mapping[str, Sequence], able: Able) -> Iterator[Case]:
-    """Every combination that means something."""
+    """Every combination that makes sense."""
     seen = set()
     for values in product(*options.values()):
         case = _sensible(Case(**dict(zip(options, values, strict=True))), able)
@@ -101,7 +127,7 @@ def all_cases(options: Mapping[str, Sequence], able: Able) -> Iterator[Case]:
 
 
 def covering_cases(options: Mapping[str, Sequence], able: Able, *, seed: int = 0) -> list[Case]:
-    """Few cases in which every pair of values of two fields occurs, if it can: greedy, the same for a seed."""
+    """A small set of cases that covers every possible pair of values of two fields: greedy, determined by the seed."""
     random = Random(seed)
 
     def draw(wanted: Iterable[tuple[str, object]]) -> Case:
@@ -126,7 +152,7 @@ def _pairs(case: Case, options: Mapping[str, Sequence]) -> set:
 
 
 def _sensible(case: Case, able: Able) -> Case:
-    """The nearest case that means something: not every model can be all things, and a value loss has no ratios."""
+    """The nearest case that makes sense: not every model can do everything, and a value loss has no ratios."""
     if case.model in able.only_critic:
         case = replace(case, loss="value")
     if case.critic and case.model not in able.critic:
@@ -139,6 +165,6 @@ def _sensible(case: Case, able: Able) -> Case:
         case = replace(case, experts="natural")
     if case.collate == "tree" and case.model not in able.trees:
         case = replace(case, collate="packed")
-    if case.model not in able.recompute or case.dtype == "float64":  # its casts are left out of the first pass alone
+    if case.model not in able.recompute or case.dtype == "float64":  # recomputation would not leave out its casts
         case = replace(case, passes="plain")
     return case

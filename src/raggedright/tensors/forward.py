@@ -1,7 +1,7 @@
-"""The one door to a model: log-probs, entropy and values of a micro-batch's response tokens, flat.
+"""The only module that calls a model in training: log-probs, entropy and values of a micro-batch's response tokens.
 
-The cache is always off, a packed micro-batch never has a mask, and a tree has one with four dims: with a cache, or with
-a mask of ones, transformers takes a pack for one long sequence and is wrong by nats without a word.
+The cache is always off, a packed micro-batch never has a mask, and a tree has a mask with four dims. With a cache, or
+with a mask of ones, transformers would treat a pack as one long sequence: wrong by nats, without an error.
 """
 
 import inspect
@@ -15,17 +15,17 @@ from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.images import placeholder_ids
 
 TEMPERATURES = "rollout_temperatures"
-"""The field of rows that has the temperature of each response token, where it is not the same for all of a run."""
+"""The field with the temperature of each response token, for rows that were not sampled at the run's temperature."""
 
 
-def temperature_of(micro: MicroBatch, plain: float) -> Tensor | float:
-    """The temperature of each response token: the rows' own where they have one, else `plain` (padding has 0)."""
-    own = micro.fields.get(TEMPERATURES)
-    return plain if own is None else torch.where(own > 0, own, plain)
+def temperature_of(micro: MicroBatch, default: float) -> Tensor | float:
+    """The temperature of each response token: the recorded one, or `default` where it is 0 or not recorded."""
+    recorded = micro.fields.get(TEMPERATURES)
+    return default if recorded is None else torch.where(recorded > 0, recorded, default)
 
 
 class TokenOutputs(NamedTuple):
-    """Per response token, in float32 at least."""
+    """Per response token, in float32 or a wider dtype."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -36,8 +36,8 @@ def forward_log_probs(
 ) -> TokenOutputs:
     """Log-probability of each response token, and the entropy of the distribution it came from.
 
-    `temperature` is one number, or one for each response token.
-    Without `entropy_graph` the entropy has no gradient, for a loss that only reports it.
+    `temperature` is one number, or one number per response token.
+    Without `entropy_graph` the entropy has no gradient, for losses that only report it.
     """
     log_probs = _distributions(model, micro, temperature)
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
@@ -46,22 +46,22 @@ def forward_log_probs(
 
 
 def forward_chosen(model: nn.Module, micro: MicroBatch, *, temperature: Tensor | float = 1.0) -> Tensor:
-    """The log-probabilities alone."""
+    """The log-probability of each response token."""
     return _chosen(_distributions(model, micro, temperature), micro)
 
 
 def _distributions(model: nn.Module, micro: MicroBatch, temperature: Tensor | float) -> Tensor:
-    """Log-probabilities of all tokens at each response token: [N, tokens]."""
+    """Log-probabilities of the whole vocabulary at each response token: [N, vocabulary]."""
     logits = forward_outputs(model, micro)
     if not isinstance(temperature, Tensor) and temperature != 1:
         logits = logits / temperature
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, Tensor):
         logits = logits / temperature.to(logits.dtype)[:, None]
-    if never := placeholder_ids(getattr(model, "config", None)):
+    if placeholders := placeholder_ids(getattr(model, "config", None)):
         # Not -inf: the entropy would multiply it by zero.
-        least = torch.finfo(logits.dtype).min / 2
-        logits = logits.index_fill(-1, torch.tensor(never, device=logits.device), least)
+        lowest = torch.finfo(logits.dtype).min / 2
+        logits = logits.index_fill(-1, torch.tensor(placeholders, device=logits.device), lowest)
     return torch.log_softmax(logits, dim=-1)
 
 
@@ -83,17 +83,17 @@ def forward_outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
     if micro.one_sequence and "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**micro.inputs, use_cache=False, logits_to_keep=micro.logit_index).logits[0]
     logits = model(**micro.inputs, use_cache=False).logits.flatten(0, 1)
-    return logits.index_select(0, micro.logit_index)  # rows of a tree share places, and [] is slow to add those up
+    return logits.index_select(0, micro.logit_index)  # faster than [] in backward if rows of a tree share places
 
 
 def _check_ids(model: nn.Module, micro: MicroBatch) -> None:
-    """Refuse ids that the model has no embedding for, by numbers from the CPU: on a GPU a lookup fails later."""
+    """Refuse ids without an embedding. The ids are known on the CPU; on a GPU the lookup would fail later."""
     size = vocabulary_size(model)
     if size is None:
         return
     if micro.token_id >= size:
         raise ConfigError(
-            f"token_id, with which the Collator fills rows up, is {micro.token_id:,} and the model's vocabulary has "
+            f"token_id of the Collator, which fills rows up, is {micro.token_id:,} and the model's vocabulary has "
             f"{size:,} ids, counted from 0; give it one of these, such as padding_token_id(tokenizer)"
         )
     for token in micro.extremes:
@@ -105,24 +105,24 @@ def _check_ids(model: nn.Module, micro: MicroBatch) -> None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many token ids a model has embeddings for; None where it does not say."""
+    """The number of token ids that a model has embeddings for; None if it does not say."""
     model = getattr(model, "module", model)  # of a wrapper such as DistributedDataParallel
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
 
 
 def check_tree(model: nn.Module, row_tokens: int | None, key: str = "model") -> None:
-    """Refuse a model that would take a tree's mask for something else without a word, with rows of so many tokens.
+    """Refuse a model that would misread a tree's mask, given rows of up to `row_tokens` tokens (None: of any length).
 
-    transformers takes the mask as it is in layers with a sliding window too, so that rows must not be longer than it.
+    transformers also uses the mask unchanged in layers with a sliding window, so rows must not be longer than it.
     """
     config: Any = getattr(model, "config", None)
-    if config is None:  # no model of transformers: what it takes is its author's business
+    if config is None:  # not a model of transformers
         return
     attention, text = config._attn_implementation, config.get_text_config(decoder=True)
     if attention != "sdpa":
         raise ConfigError(
-            f"{key}: collate is tree and the model's attention is {attention}; a tree takes sdpa: set model.attention "
+            f"{key}: collate is tree and the model's attention is {attention}; a tree needs sdpa: set model.attention "
             "to 'sdpa', or collate to packed or padded"
         )
     window = getattr(text, "sliding_window", None)
@@ -130,9 +130,7 @@ def check_tree(model: nn.Module, row_tokens: int | None, key: str = "model") -> 
     others = sorted({*kinds} - {"full_attention"})
     most = window if others == ["sliding_attention"] and window else 0
     if others and (row_tokens is None or row_tokens > most):
-        layers = (
-            f"layers that do not see all that came before ({', '.join(others)}{f' of {most:,} tokens' * bool(most)})"
-        )
+        layers = f"layers without full attention ({', '.join(others)}{f' of {most:,} tokens' * bool(most)})"
         rows = "rows of any length" if row_tokens is None else f"rows of up to {row_tokens:,} tokens"
         remedy = f", or rollout.max_row_tokens to {most} or less" if most else ""
         raise ConfigError(

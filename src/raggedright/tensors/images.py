@@ -1,8 +1,8 @@
 """Images of vision-language models: their placeholder tokens, the smallest image, and positions with axes.
 
 Placeholder tokens stand for images and are not text: the policy gives them probability zero, in rollout and in
-training, since a sampled placeholder would need an image. A micro-batch without images gets the smallest image as a filler,
-because all ranks of a sharded model must run its vision tower.
+training, since a sampled placeholder would need an image. A micro-batch without images gets the smallest image as a
+filler, because all ranks of a sharded model must run its vision tower.
 
 Positions have three axes (time, height, width), counted as the Qwen-VL family counts them: text counts up by one on all
 axes; the tokens of an image lie on its grid from the next position on; the text after it continues at the end of the

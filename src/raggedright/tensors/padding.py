@@ -8,7 +8,8 @@ passes the schema's checks.
 Note: all padding rows share their tensors. Clone a tensor before you write to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from raggedright.tensors.row_fields import TOKEN_IDS, Kind
 from raggedright.tensors.row_schema import Field, Schema
 
 _PLAIN = (str, bool, int, float, complex, bytes, tuple, frozenset, list, dict, set)
-_MUTABLE = (list, dict, set)
+_MUTABLE = (list, dict, set, np.ndarray)
 
 
 class PaddingRow(NamedTuple):
@@ -40,22 +41,13 @@ def padding_rows(
     check_token_id(token_id)
     if count and not schema.fields:
         raise RowsError(f"{count:,} padding rows are requested before any row was seen; make them from the first batch")
-    shared = {name: _value(field, token_id, min_row_tokens) for name, field in schema.fields.items()}
+    values = {name: _value(field, token_id, min_row_tokens) for name, field in schema.fields.items()}
     groups = [field for field in schema.fields.values() if field.kind is Kind.GROUP]
-    fresh: dict[str, Callable[[], object]] = {}
-    for name, value in shared.items():
-        if isinstance(value, np.ndarray):
-            fresh[name] = value.copy
-        elif isinstance(value, _MUTABLE):
-            fresh[name] = type(value)
     tags = {"is_padding": True, "prompt_len": 1, "response_len": min_row_tokens - 1, "seq_len": min_row_tokens}
     rows = []
     for number in range(first, first + count):
-        fields = dict(shared)
-        for name, make in fresh.items():
-            fields[name] = make()
-        for field in groups:
-            fields[field.name] = _group_id(field, number)
+        fields = {name: copy(value) if isinstance(value, _MUTABLE) else value for name, value in values.items()}
+        fields |= {field.name: _group_id(field, number) for field in groups}
         rows.append(PaddingRow(fields, dict(tags)))
     return rows
 

@@ -1,10 +1,10 @@
-"""Ranks together: gradients and metrics are summed over the data-parallel ranks, never averaged.
+"""Sums of gradients and metrics over the data-parallel ranks; nothing is averaged.
 
-A token's weight is fixed over the whole step, so what a rank computes is its share of a sum, and the step's number
-is the sum of the shares. An average would need loss x dp to undo it, which is inexact where a model casts to float32.
+A token's weight is fixed for the whole step, so each rank computes its share of a sum, and the step's number is the sum
+of the shares. An average would need loss x dp to undo it, which is inexact where a model casts to float32.
 
-Every rank calls these in the same order, and runs the same number of micro-batches before: a plan sees to that.
-The surprise: a sharded model sums its gradients in the backward pass, so that `sum_gradients` leaves it alone.
+Every rank calls these functions in the same order, after the same number of micro-batches; a plan ensures that.
+Note: a sharded model sums its gradients in the backward pass, so `sum_gradients` skips it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from raggedright.errors import ConfigError
 
 
 def sum_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Sum every gradient over the ranks, one all-reduce a dtype.
+    """Sum every gradient over the ranks, with one all-reduce per dtype.
 
     A parameter without a gradient counts as zero, so that all ranks have the same ones afterwards.
     """
@@ -30,9 +30,9 @@ def sum_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
 
 
 def join_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """All gradients as one vector a dtype, zero where there is none; those of a sharded model are left alone.
+    """All gradients as one vector per dtype, zero where there is none; those of a sharded model are skipped.
 
-    Each parameter's gradient becomes a view of its vector, so that what is done to one is done to all.
+    Each parameter's gradient becomes a view of its vector, so that a change of the vector changes the gradients.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:

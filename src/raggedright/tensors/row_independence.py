@@ -1,15 +1,15 @@
-"""Whether a model gives a row the same outputs in any micro-batch: measured before a run, because no model says so.
+"""Checks before a run that a model gives a row the same outputs in any micro-batch; no model declares this.
 
 Three things are checked, on two random rows that are longer than the windows and kernels in the model's config:
 
 - No output of a row depends on another row, or on a later token of its own row: the gradient with respect to the
-  input embeddings is exactly zero there. This holds at any scale of the weights; weights that are all zero hide a
-  dependence, so they are filled with noise for the check.
+  input embeddings is exactly zero there. This holds at any scale of the weights; weights that are all zero would hide
+  a dependence, so they are filled with noise for the check.
 - The outputs of a row in a micro-batch equal those of the row alone, up to rounding. This finds positions that do not
   restart at each row, and choices without a gradient. It is measured in float32, because the rounding of bfloat16 is as
-  large as some of these; only flash attention, which has no float32, is measured in the run's type.
+  large as some of these errors; flash attention, which has no float32, is measured in the run's dtype.
 - Rotary embeddings whose frequencies follow the longest row of a micro-batch (longrope, dynamic NTK), and attention in
-  chunks counted from the start of a pack, are known from the config; they are right while rows and packs are short.
+  chunks counted from the start of a pack, are found in the config; they are right while rows and packs are short.
 """
 
 import re
@@ -30,25 +30,25 @@ from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import check_tree, forward_outputs
 from raggedright.tensors.images import placeholder_ids
 
-# Names of lengths in the configs of transformers, and of what begins alike and is none.
+# Names of lengths in the configs of transformers, and of similar names that are not lengths.
 _LENGTH = re.compile(r"window|local_attention|chunk_(size|length)|block_size|index_topk|conv|kernel")
-_NO_LENGTH = re.compile(r"feed_forward|audio|image|vision|layers|pattern|bias|dtype|multiple")
+_NOT_LENGTH = re.compile(r"feed_forward|audio|image|vision|layers|pattern|bias|dtype|multiple")
 _LEAST_TOKENS = 12
-# Of the outputs' spread. Measured over all families in docs/models.md: rounding is at most 1e-6 in float32 and 5e-2 in
-# bfloat16 (a router's choice), and a dependence that has no gradient 2e-2 or more.
+# Relative to the spread of the outputs. Measured over all families in docs/models.md: rounding is at most 1e-6 in
+# float32 and 5e-2 in bfloat16 (a router's choice), and a dependence without a gradient is 2e-2 or more.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """What the outputs of a row depend on besides the row up to there; all zero, but for rounding, in a sound model."""
+    """How much the outputs of a row depend on anything but the row so far; zero, up to rounding, in a sound model."""
 
-    others: float  # largest gradient at tokens of the other row, over the largest at the row's own
+    others: float  # largest gradient at tokens of the other row, relative to the largest of all
     later: float  # the same at later tokens of the row
-    drift: float  # difference to the outputs of the row alone, over their spread
+    drift: float  # difference from the outputs of the row alone, relative to their spread
 
 
-def check_row_independence(
+def check_packs(
     model: nn.Module,
     collator: Collator,
     *,
@@ -58,8 +58,8 @@ def check_row_independence(
 ) -> None:
     """A ConfigError if a row's outputs depend on the micro-batch it is in.
 
-    `row_tokens` and `micro_batch_tokens` are the most that a row and a micro-batch may have (without a limit if not
-    given), `key` is the config section that the model comes from.
+    `row_tokens` and `micro_batch_tokens` are the most tokens of a row and of a micro-batch (None: no limit), `key` is
+    the config section of the model.
     """
     if row_tokens is not None:
         row_tokens = max(row_tokens, collator.min_row_tokens)
@@ -77,58 +77,63 @@ def _check_probe(model: nn.Module, collator: Collator, lengths: tuple[int, int],
     with _in_float32(model):
         dtype = _compute_dtype(model)
         try:
-            found = measure(model, collator, lengths)
+            dependence = measure(model, collator, lengths)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # of the model's own code
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AssertionError,
+        ) as error:  # raised by the model's code
             remedy = "set model.dtype = 'float32'" if dtype is torch.float64 else "use another model"
             raise ConfigError(
                 f"{name} does not run on two rows of {lengths[0]:,} and {lengths[1]:,} tokens in {dtype} "
                 f"({type(error).__name__}: {' '.join(str(error).split()):.200}); {remedy}"
             ) from error
     tolerance = _TOLERANCE[dtype]
-    if found.later > 0:
+    if dependence.later > 0:
         raise ConfigError(
-            f"{name} is not causal: the output at a token depends on later tokens (a gradient of {found.later:.2g} "
+            f"{name} is not causal: the output at a token depends on later tokens (gradient {dependence.later:.2g} "
             "where it must be 0), so a row has no log-probs that were sampled; use a causal model, or set is_decoder = "
             "true in its config.json if the family has it"
         )
-    if found.others == 0 and found.drift <= tolerance:
+    if dependence.others == 0 and dependence.drift <= tolerance:
         return
     if collator.how == "padded":
         raise ConfigError(
-            f"{name} gives a row other outputs in a micro-batch than alone (by {found.drift:.2g} of their spread; "
+            f"{name} gives a row other outputs in a micro-batch than alone (by {dependence.drift:.2g} of their spread; "
             f"rounding stays below {tolerance:.0e}), and no collation avoids it; use another model"
         )
-    _check_probe(model, replace(collator, how="padded"), lengths, name)  # the remedy has to be one
+    _check_probe(model, replace(collator, how="padded"), lengths, name)  # raises if the remedy would not help
     raise ConfigError(
         f"{name} does not keep its rows apart when train.collate is {collator.how} (outputs of a row differ from "
-        f"those of the row alone by {found.drift:.2g} of their spread, and another row's tokens have a gradient of "
-        f"{found.others:.2g} on them); set train.collate = 'padded'"
+        f"those of the row alone by {dependence.drift:.2g} of their spread, and another row's tokens have a gradient "
+        f"of {dependence.others:.2g} on them); set train.collate = 'padded'"
     )
 
 
 def measure(model: nn.Module, collator: Collator, lengths: tuple[int, int]) -> Dependence:
-    """What two random rows of these lengths depend on in one micro-batch."""
-    collator = replace(collator, even_tokens=10**9)  # so that a tree is one
+    """The dependence of two random rows of these lengths in one micro-batch."""
+    collator = replace(collator, even_tokens=10**9)  # so that there is one tree
     ids = _random_rows(model, lengths)
     device = next(model.parameters()).device
     with _zeros_filled(model):
         micro = _collate(collator, ids).to(device)
         with torch.enable_grad(), _embeddings(model) as leaves:
             outputs = forward_outputs(model, micro)
-        alone = []
+        padded = replace(collator, how="padded")
         with torch.no_grad():
-            for row in ids:
-                alone.append(forward_outputs(model, _collate(replace(collator, how="padded"), [row]).to(device)))
+            alone = [forward_outputs(model, _collate(padded, [row]).to(device)) for row in ids]
         others, later = _gradients(micro, outputs, leaves)
     return Dependence(others, later, _drift(micro.per_row(outputs.detach()), alone))
 
 
 def _gradients(micro: MicroBatch, outputs: Tensor, leaves: list[Tensor]) -> tuple[float, float]:
-    """The largest gradient at other rows' tokens and at later ones, over the largest of all.
+    """The largest gradient at tokens of the other row and at later tokens, relative to the largest of all.
 
-    Rows have one prompt token, so that `logit_index` says where the tokens of a row are.
+    Rows have one prompt token, so `logit_index` has the places of a row's tokens.
     """
     tokens = micro.inputs["input_ids"].numel()
     leaves = [leaf for leaf in leaves if leaf.shape[:-1].numel() == tokens]
@@ -136,11 +141,11 @@ def _gradients(micro: MicroBatch, outputs: Tensor, leaves: list[Tensor]) -> tupl
     factors = torch.randn(outputs.shape, generator=generator).to(outputs)
     others = later = 0.0
     places = micro.per_row(micro.logit_index)
-    for place, ours, factor in zip(places, micro.per_row(outputs), micro.per_row(factors), strict=True):
+    for place, row_outputs, factor in zip(places, micro.per_row(outputs), micro.per_row(factors), strict=True):
         row = torch.zeros(tokens, dtype=torch.bool, device=outputs.device)
         row[place] = True
         for part in {len(place), (len(place) + 1) // 2}:
-            total = (ours[:part] * factor[:part]).sum()
+            total = (row_outputs[:part] * factor[:part]).sum()
             for gradient in torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True) if leaves else ():
                 if gradient is None:
                     continue
@@ -153,23 +158,25 @@ def _gradients(micro: MicroBatch, outputs: Tensor, leaves: list[Tensor]) -> tupl
 
 
 def _drift(together: tuple[Tensor, ...], alone: list[Tensor]) -> float:
-    """Root mean square of the difference in a row over that of the outputs without their mean: the larger of both."""
-    every = torch.cat(alone).double()
-    spread = float((every - every.mean(0)).square().mean().sqrt()) or 1.0
-    apart = [(ours.double() - row.double()).square().mean().sqrt() for ours, row in zip(together, alone, strict=True)]
-    return max(float(part) for part in apart) / spread
+    """The larger root mean square of a row's difference, relative to the standard deviation of the outputs."""
+    outputs = torch.cat(alone).double()
+    spread = float((outputs - outputs.mean(0)).square().mean().sqrt()) or 1.0
+    pairs = zip(together, alone, strict=True)
+    return max(float((row.double() - expected.double()).square().mean().sqrt()) for row, expected in pairs) / spread
 
 
 def probe_lengths(
     model: nn.Module, collator: Collator, *, row_tokens: int | None = None, micro_batch_tokens: int | None = None
 ) -> tuple[int, int]:
-    """Two lengths: more than twice any in the model's config, as far as rows and micro-batches can be so long.
+    """Two lengths: more than twice any length in the model's config, within the limits of rows and micro-batches.
 
-    A length that both rows together do not reach is left out: longer rows would take time and show nothing of it.
+    A length in the config that both rows together cannot reach is ignored: longer rows would only take more time.
     """
     text = _text_config(model)
     whole = micro_batch_tokens or DEFAULT_TOKENS
-    half = whole // 2 if collator.how == "padded" else 3 * whole // 5 - 1  # of which the other is two thirds, and one
+    half = (
+        whole // 2 if collator.how == "padded" else 3 * whole // 5 - 1
+    )  # the other row has two thirds of it, and one token
     limits = (row_tokens, getattr(text, "max_position_embeddings", None), half)
     most = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
     both = most + (2 * most // 3 + 1 if collator.how != "padded" else 0)
@@ -178,15 +185,15 @@ def probe_lengths(
 
 
 def longest_length(config: object, *, below: float = inf) -> int:
-    """The largest of the windows, chunks, blocks and kernels below a limit that a config names; 0 if it names none."""
+    """The largest window, chunk, block or kernel in a config that is below a limit; 0 if there is none."""
     values = {**vars(config)} if config is not None else {}
-    named = (value for name, value in values.items() if _LENGTH.search(name) and not _NO_LENGTH.search(name))
+    named = (value for name, value in values.items() if _LENGTH.search(name) and not _NOT_LENGTH.search(name))
     lengths = (value for value in named if isinstance(value, int) and not isinstance(value, bool))
     return max((length for length in lengths if length < below), default=0)
 
 
 def _check_rope(model: nn.Module, row_tokens: int | None, name: str) -> None:
-    """Refuse rows that reach the length at which frequencies begin to follow the longest row of a micro-batch."""
+    """Refuse rows beyond the length at which frequencies begin to follow the longest row of a micro-batch."""
     for kind, limit in rope_limits(model):
         if row_tokens is None or row_tokens > limit:
             most = "rows have no limit" if row_tokens is None else f"rows may have {row_tokens:,} tokens"
@@ -197,8 +204,8 @@ def _check_rope(model: nn.Module, row_tokens: int | None, name: str) -> None:
 
 
 def rope_limits(model: nn.Module) -> list[tuple[str, int]]:
-    """Rope types that look at the longest row, each with the length up to which they do not."""
-    found = set()
+    """Rope types that depend on the longest row, each with the length up to which they do not."""
+    limits = set()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         config: Any = getattr(module, "config", None)
@@ -207,10 +214,10 @@ def rope_limits(model: nn.Module) -> list[tuple[str, int]]:
                 continue
             if kind == "longrope":
                 parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
-                found.add((kind, int(parameters["original_max_position_embeddings"])))
+                limits.add((kind, int(parameters["original_max_position_embeddings"])))
             elif "dynamic" in kind:
-                found.add((kind, int(config.max_position_embeddings)))
-    return sorted(found)
+                limits.add((kind, int(config.max_position_embeddings)))
+    return sorted(limits)
 
 
 def _check_chunks(model: nn.Module, micro_batch_tokens: int | None, name: str) -> None:
@@ -229,16 +236,16 @@ def _check_chunks(model: nn.Module, micro_batch_tokens: int | None, name: str) -
 
 
 def _random_rows(model: nn.Module, lengths: tuple[int, int]) -> list[Tensor]:
-    """Rows that share two tokens, as branches of a tree do, and differ after them."""
+    """Rows that share their first two tokens, as branches of a tree do, and then differ."""
     text = _text_config(model)
     size = int(getattr(text, "vocab_size", 2))
-    never = placeholder_ids(getattr(model, "config", None))
-    known = torch.tensor([token for token in range(min(size, 10_000)) if token not in never])
+    placeholders = placeholder_ids(getattr(model, "config", None))
+    text_ids = torch.tensor([token for token in range(min(size, 10_000)) if token not in placeholders])
     generator = torch.Generator().manual_seed(0)
-    short, long = (known[torch.randint(len(known), (n,), generator=generator)] for n in lengths)
+    short, long = (text_ids[torch.randint(len(text_ids), (n,), generator=generator)] for n in lengths)
     long[:2] = short[:2]
     if len(short) > 2 and bool(short[2] == long[2]):
-        long[2] = known[known != short[2]][0]
+        long[2] = text_ids[text_ids != short[2]][0]
     return [short, long]
 
 
@@ -257,7 +264,7 @@ def _collate(collator: Collator, ids: list[Tensor]) -> MicroBatch:
 
 @contextmanager
 def _embeddings(model: nn.Module) -> Iterator[list[Tensor]]:
-    """The input embeddings of the passes inside, as leaves of the graph."""
+    """Collects the input embeddings of the passes inside, as leaves of the graph."""
     leaves: list[Tensor] = []
 
     def as_leaf(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -275,7 +282,7 @@ def _embeddings(model: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _zeros_filled(model: nn.Module) -> Iterator[None]:
-    """Noise in parameters that are all zero, such as a new head or gate."""
+    """Fills parameters that are all zero, such as a new head or gate, with noise inside."""
     zeros = [parameter for parameter in model.parameters() if not parameter.any()]
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -291,7 +298,7 @@ def _zeros_filled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Half types, of weights or by autocast, are float32 inside; not with flash attention, which has none."""
+    """Half-precision weights and autocast are float32 inside; not with flash attention, which has no float32."""
     if "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", "")):
         yield
         return
@@ -308,7 +315,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:
-    """The type that matrix products are in here."""
+    """The dtype of matrix products."""
     parameter = next(model.parameters())
     if torch.is_autocast_enabled(parameter.device.type):
         return torch.get_autocast_dtype(parameter.device.type)

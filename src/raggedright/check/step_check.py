@@ -1,4 +1,4 @@
-"""Optimizer steps in two real processes, through the trainer's own code, against plain gradients and a plain AdamW.
+"""Compare optimizer steps of the trainer in two real processes with torch's AdamW on plain gradients in one process.
 
 Each process is a rank of a gloo group: `train_role` runs its micro-batches, `Learner` sums gradients over ranks, clips
 them and steps. Weights are compared in float64, relative to how far they moved.
@@ -10,20 +10,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from raggedright.check.cases import Case
-from raggedright.check.reference import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, ENTROPY_COEF, KL_COEF, VALUE_CLIP
-from raggedright.check.reference_advantages import PlainAdamW
-from raggedright.check.run import ACTOR_FIELDS, CRITIC_FIELDS, batch_of, load_case, role_of, run_reference
+from raggedright.check.cases import Case, Line, short_name
+from raggedright.check.compare import ACTOR_FIELDS, CRITIC_FIELDS, batch_of, load_case, role_of, run_reference
+from raggedright.check.plain_losses import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, ENTROPY_COEF, KL_COEF, VALUE_CLIP
 from raggedright.config.load import make_config
 from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
@@ -33,26 +33,12 @@ from raggedright.train.world import World, loopback
 
 TOLERANCE = 1e-10
 NUM_RANKS = 2
-_OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01, "grad_clip": 0.5}
-_PATIENCE = 300.0  # seconds
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """How far the weights are from the plain way after a round's steps, over how far they moved."""
-
-    case: Case
-    num_steps: int
-    error: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is within the tolerance."""
-        return self.error <= TOLERANCE
+_OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01, "grad_clip": 0.5}
+_TIMEOUT = 300.0  # seconds
 
 
 def step_cases(actors: Sequence[str], critics: Sequence[str]) -> list[Case]:
-    """One plan of each actor, packed and padded in turn, and a packed one of each critic, on two ranks."""
+    """One case per actor, packed and padded in turn, and a packed one per critic, on two ranks."""
     cases = []
     for number, name in enumerate(actors):
         collate = "padded" if number % 2 else "packed"
@@ -60,8 +46,8 @@ def step_cases(actors: Sequence[str], critics: Sequence[str]) -> list[Case]:
     return cases + [Case(model=name, loss="value", dp=NUM_RANKS) for name in critics]
 
 
-def run_steps(cases: Sequence[Case]) -> list[StepResult]:
-    """Run the cases in real processes, all in one launch, and compare."""
+def run_steps(cases: Sequence[Case]) -> list[Line]:
+    """Run all cases in one launch of real processes, and compare."""
     with TemporaryDirectory(prefix="raggedright-check-") as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
@@ -75,20 +61,20 @@ def _launch(folder: Path) -> None:
         ranks = []
         for dp_rank in range(NUM_RANKS):
             log = stack.enter_context((folder / f"{dp_rank}.log").open("w"))
-            command = [sys.executable, "-m", "raggedright.check.ranks", str(folder), str(dp_rank)]
+            command = [sys.executable, "-m", "raggedright.check.step_check", str(folder), str(dp_rank)]
             ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
             stack.callback(ranks[-1].kill)
-        codes = [rank.wait(timeout=_PATIENCE) for rank in ranks]
+        codes = [rank.wait(timeout=_TIMEOUT) for rank in ranks]
     for dp_rank, code in enumerate(codes):
         if code:
-            words = (folder / f"{dp_rank}.log").read_text(errors="replace").strip().splitlines()
-            raise RaggedRightError(f"check: rank {dp_rank} of {NUM_RANKS} ended with {code} ({words[-1:]})")
+            lines = (folder / f"{dp_rank}.log").read_text(errors="replace").strip().splitlines()
+            raise RaggedRightError(f"check: rank {dp_rank} of {NUM_RANKS} ended with {code} ({lines[-1:]})")
 
 
 def _rank(folder: Path, dp_rank: int) -> None:
-    """What each process does."""
+    """The program of each process."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=_PATIENCE)
+    timeout = timedelta(seconds=_TIMEOUT)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=dp_rank, world_size=NUM_RANKS, timeout=timeout
     )
@@ -102,7 +88,7 @@ def _rank(folder: Path, dp_rank: int) -> None:
 
 
 def train_case(case: Case, world: World) -> dict[str, Tensor]:
-    """Take a role's steps with the trainer's code; the weights afterwards."""
+    """Take a role's steps with the trainer's code and return the weights; the model is left as it was."""
     model, made_up = load_case(case)
     before = _weights(model)
     batch, config, role = batch_of(case, made_up, model), _config(case), role_of(case)
@@ -111,24 +97,31 @@ def train_case(case: Case, world: World) -> dict[str, Tensor]:
     names = CRITIC_FIELDS if case.critic else ACTOR_FIELDS
     train_role(role, batch, learner, loss, names, config=config, round=1, world=world)
     after = _weights(model)
-    model.load_state_dict(before, strict=False)  # cases share it
+    model.load_state_dict(before, strict=False)  # cases share the model
     return after
 
 
-def compare_weights(case: Case, found: dict[str, Tensor]) -> StepResult:
-    """The same steps the plain way."""
+def compare_weights(case: Case, trained: dict[str, Tensor]) -> Line:
+    """The difference from the same steps on plain gradients, relative to how far the weights moved."""
     model, made_up = load_case(case)
     batch, before = batch_of(case, made_up, model), _weights(model)
-    optimizer, weights = PlainAdamW(**_OPTIMIZER), dict(before)
-    for step in batch.plan.steps(role_of(case)):
-        if not step.skipped:
-            gradient, _ = run_reference(model, made_up, batch, step, case)
-            optimizer.step(weights, gradient)
-            model.load_state_dict(weights, strict=False)
+    settings = {name: value for name, value in _OPTIMIZER.items() if name != "grad_clip"}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    steps = [step for step in batch.plan.steps(role_of(case)) if not step.skipped]
+    for step in steps:
+        gradient, _ = run_reference(model, made_up, batch, step, case)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient.get(name, torch.zeros_like(parameter))
+        nn.utils.clip_grad_norm_(model.parameters(), _OPTIMIZER["grad_clip"])
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+    expected = _weights(model)
     model.load_state_dict(before, strict=False)
-    apart = sum(float((found[name] - weights[name]).square().sum()) for name in weights) ** 0.5
-    moved = sum(float((before[name] - weights[name]).square().sum()) for name in weights) ** 0.5
-    return StepResult(case, optimizer.steps, apart / moved)
+    apart = sum(float((trained[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+    moved = sum(float((before[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+    role = " of a critic" if case.critic else ""
+    subject = f"{short_name(case.model)}, {case.collate}, {len(steps)} steps{role}"
+    return Line.of("weights after AdamW, two processes", subject, [apart / moved], TOLERANCE)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

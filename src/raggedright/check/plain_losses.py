@@ -1,7 +1,7 @@
-"""The plain way: every row alone through the model, and each mean written out as its name says.
+"""The plain reference: every row alone through the model, and each loss and mean written out as its name says.
 
-It shares nothing with the plan, the collation, the weights or the losses that it is compared with: no packing, no
-padding, no weights fixed beforehand. Slow and obvious on purpose. Only the hooks that replay experts are the same.
+It shares no code with the plan, the collation, the weights or the losses that it is compared with: no packing, no
+padding, no weights fixed beforehand. It is slow and simple on purpose. Only the hooks that replay experts are shared.
 """
 
 from collections import Counter
@@ -26,14 +26,14 @@ BALANCE_COEF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MadeUp:
-    """Rows, and the fields of each."""
+    """Rows of a made-up batch, and the fields of each row."""
 
     rows: Rows
     fields: list[TokenFields]
 
 
 def row_outputs(model: nn.Module, rows: Rows, i: int, row: TokenFields) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the row's response tokens; for a critic, values in place of the first."""
+    """Log-probs and entropies of the row's response tokens; for a critic, values instead of log-probs."""
     media = row.get("multi_modal_inputs") or {}
     assert isinstance(media, dict)
     assert isinstance(row["input_ids"], Tensor)
@@ -55,7 +55,7 @@ def row_outputs(model: nn.Module, rows: Rows, i: int, row: TokenFields) -> tuple
 def reference_step(
     model: nn.Module, made_up: MadeUp, positions: Sequence[int], case: Case
 ) -> tuple[Tensor, dict[str, float]]:
-    """Objective of a step over these rows, and its metrics."""
+    """The objective of a step over these rows, and its metrics."""
     losses: dict[str, dict[int, Tensor]] = {}
     metrics: dict[str, list[Tensor]] = {}
     routed: list[tuple[list[Tensor], object]] = []
@@ -77,7 +77,7 @@ def reference_step(
             losses.setdefault(name, {})[i] = loss
         for name, value in row_metrics.items():
             metrics.setdefault(name, []).append(value.detach())
-    sums = {name: _aggregate(of_row, made_up.rows, case.loss_agg) for name, of_row in losses.items()}
+    sums = {name: _aggregate(by_row, made_up.rows, case.loss_agg) for name, by_row in losses.items()}
     objective = sums["objective"]
     if routers and case.experts == "balanced":
         balance = torch.stack(
@@ -99,12 +99,12 @@ def _replaying(routers: Routers | None, row: TokenFields) -> AbstractContextMana
 
 
 def _balance(routed: Sequence[tuple[list[Tensor], object]], layer: int, num_experts: int) -> Tensor:
-    """Experts x the sum of each one's share of the choices x its mean probability, over all routed tokens at once."""
+    """Number of experts x the sum over experts of (share of the choices x mean probability), over all routed tokens."""
     logits, choices = [], []
-    for of_layers, experts in routed:
+    for logits_by_layer, experts in routed:
         if isinstance(experts, Tensor):
             has_record = experts[:, layer, 0] >= 0
-            logits.append(of_layers[layer][has_record])
+            logits.append(logits_by_layer[layer][has_record])
             choices.append(experts[has_record, layer].long().flatten())
     if not choices:
         return torch.zeros((), dtype=torch.float64)  # nothing was recorded
@@ -114,7 +114,7 @@ def _balance(routed: Sequence[tuple[list[Tensor], object]], layer: int, num_expe
 
 
 def reference_batch(made_up: MadeUp) -> dict[str, float]:
-    """Metrics of the whole batch: means over rows or loss tokens, each counted once."""
+    """Metrics of the whole batch: means over rows or loss tokens."""
     values: dict[str, list[Tensor]] = {}
     for row in made_up.fields:
         mask = row["response_mask"]
@@ -138,7 +138,7 @@ def reference_batch(made_up: MadeUp) -> dict[str, float]:
 
 
 def _off_policy(old: Tensor, rollout: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Of one row's loss tokens: what is by token, then what is by row."""
+    """Metrics of one row's loss tokens: per token, then per row."""
     ratio = torch.exp(old - rollout)
     yield "kl", rollout - old
     yield "k3_kl", ratio - 1 - (old - rollout)
@@ -162,7 +162,7 @@ def _loss_tokens(row: TokenFields, mask: Tensor) -> dict[str, Tensor]:
 def _row_losses(
     outputs: Tensor, entropy: Tensor, row: dict[str, Tensor], case: Case
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-token losses of one row's loss tokens, the objective and its parts; and what has a mean over tokens."""
+    """The objective and its parts for each loss token of a row, and values of metrics that are means over tokens."""
     if case.critic:
         old, returns = row["values"], row["returns"]
         clipped = torch.maximum(torch.minimum(outputs, old + VALUE_CLIP), old - VALUE_CLIP)
@@ -182,7 +182,7 @@ def _row_losses(
 
 
 def _policy(log_probs: Tensor, old: Tensor, advantage: Tensor, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss of each token of a row, with the bounds that verl puts on log-ratios."""
+    """The policy loss of each token of a row, with verl's bounds on log-ratios."""
     log_ratio = log_probs - old
     if case.loss == "reinforce":
         return -advantage * log_probs, {"actor/ppo_kl": -log_ratio}
@@ -205,7 +205,7 @@ def _policy(log_probs: Tensor, old: Tensor, advantage: Tensor, case: Case) -> tu
 
 
 def _kl(difference: Tensor, kind: str) -> Tensor:
-    """The estimate of each token's KL; k3 is at most 10."""
+    """The KL estimate of each token; k3 is at most 10."""
     if kind == "k1":
         return difference
     if kind == "k2":
@@ -217,13 +217,13 @@ def _kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def _bound(values: Tensor, low: float, high: float) -> Tensor:
-    """The values kept within two bounds; one at or beyond them has no gradient."""
-    within = (values > low) & (values < high)
-    return torch.where(within, values, values.detach().clip(low, high))
+    """The values clamped to two bounds; a value at or beyond a bound has no gradient."""
+    is_inside = (values > low) & (values < high)
+    return torch.where(is_inside, values, values.detach().clip(low, high))
 
 
 def _aggregate(losses: dict[int, Tensor], rows: Rows, loss_agg: str) -> Tensor:
-    """The mean that the mode's name says, over rows that have loss tokens."""
+    """The mean of the mode, over rows that have loss tokens."""
     if loss_agg in ("session-mean", "prompt-mean"):
         group_of = rows.session_index if loss_agg == "session-mean" else rows.prompt_index
         groups: dict[int, list[Tensor]] = {}

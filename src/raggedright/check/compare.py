@@ -1,11 +1,14 @@
-"""Run a case both ways and compare: gradient of every step, and every metric.
+"""Run a case as planned and row by row, and compare the gradient of every step and every metric.
 
-Ranks run one after another here, their gradients added up, as a summed all-reduce would. The error is the norm of the
-difference over the norm of the reference, over all parameters (absolute where the reference is zero), the largest over
-the steps.
+Ranks run one after another here and their gradients are added, as by a summed all-reduce. The error is the norm of the
+difference relative to the norm of the reference, over all parameters (absolute if the reference is zero): the largest
+of all steps.
+
+Nothing is exact in bfloat16, so there the error is measured and compared with the error of rounding (`run_half`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,11 +19,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from raggedright.check.cases import CUTS, Able, Case
-from raggedright.check.lengths import SHORT, Lengths, find_lengths
-from raggedright.check.made_up import make_up
-from raggedright.check.models import DTYPES, has_critic, load_model
-from raggedright.check.reference import (
+from raggedright.check.cases import CUTS, Able, Case, Line, short_name
+from raggedright.check.check_inputs import DTYPES, SHORT, Lengths, find_lengths, has_critic, load_model, make_up
+from raggedright.check.plain_losses import (
     BALANCE_COEF,
     CLIP_HIGH,
     CLIP_LOW,
@@ -41,19 +42,22 @@ from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import check_tree, forward_log_probs, forward_values
 from raggedright.tensors.images import has_vision, image_filler
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, off_policy_metrics, policy_loss, value_loss
-from raggedright.tensors.routing import Routers, balance_loss, count_experts, find_routers, routings_of
-from raggedright.tensors.row_independence import check_row_independence
+from raggedright.tensors.routing import balance_loss, count_experts, find_routers, routings_of
+from raggedright.tensors.row_independence import check_packs
 from raggedright.tensors.row_schema import infer_schema
 from raggedright.tensors.tensor_batch import TensorBatch
+
+Gradient = dict[str, Tensor]
 
 ACTOR_FIELDS = ("old_log_probs", "ref_log_probs", "advantages")
 CRITIC_FIELDS = ("values", "returns")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+HALF_TOLERANCE = 2.0  # times the error of rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How far a case is from the plain way."""
+    """The errors of a case, compared with its rows run one by one."""
 
     case: Case
     padding_rows: int
@@ -67,12 +71,12 @@ class Result:
 
     @property
     def tolerance(self) -> float:
-        """Of the dtype."""
+        """The tolerance of the dtype."""
         return TOLERANCE[self.case.dtype]
 
 
 def run_case(case: Case, longest: int | None = None) -> Result:
-    """Compare every step of the case's plan with the same rows run one by one; long ones have at most `longest`."""
+    """Compare every step of the case's plan with the same rows run one by one; rows have at most `longest` tokens."""
     plain, made_up = load_case(case, longest)
     recomputes = case.passes == "recomputed"
     model = _load(case.model, case.dtype, case.critic, recompute=True) if recomputes else plain
@@ -91,7 +95,7 @@ def run_case(case: Case, longest: int | None = None) -> Result:
 
 
 def role_of(case: Case) -> Role:
-    """The role whose steps the case takes."""
+    """The role whose steps are compared."""
     return "critic" if case.critic else "actor"
 
 
@@ -102,22 +106,21 @@ def _load(model: str, dtype: str, critic: bool, recompute: bool = False) -> nn.M
 
 @lru_cache(maxsize=32)
 def _made_up(model: str, dtype: str, critic: bool, long: bool, far: bool, longest: int | None) -> MadeUp:
-    loaded, of_fields = _load(model, dtype, critic), torch.promote_types(DTYPES[dtype], torch.float32)
+    loaded, field_dtype = _load(model, dtype, critic), torch.promote_types(DTYPES[dtype], torch.float32)
     if not long:
-        return make_up(loaded, of_fields, far=far)
-    row_tokens = lengths_of(loaded, longest).row_tokens
-    return make_up(loaded, of_fields, far=far, num_prompts=3, row_tokens=row_tokens)
+        return make_up(loaded, field_dtype, far=far)
+    row_tokens = _lengths_of(loaded, longest).row_tokens
+    return make_up(loaded, field_dtype, far=far, num_prompts=3, row_tokens=row_tokens)
 
 
-def lengths_of(model: nn.Module, longest: int | None = None) -> Lengths:
-    """The lengths in the model's config, and rows that reach past them."""
+def _lengths_of(model: nn.Module, longest: int | None) -> Lengths:
     config = model.config
     assert isinstance(config, PretrainedConfig)
     return find_lengths(config, longest=longest)
 
 
 def load_case(case: Case, longest: int | None = None) -> tuple[nn.Module, MadeUp]:
-    """The model and the made-up batch of a case, made once for all cases that share them."""
+    """The model and the batch of a case, which are created once for all cases that share them."""
     kind = (case.model, case.dtype, case.critic)
     return _load(*kind), _made_up(*kind, case.rows == "long", case.ratios == "far", longest)
 
@@ -128,7 +131,7 @@ def batch_of(case: Case, made_up: MadeUp, model: nn.Module) -> TensorBatch:
     if case.order:
         order = np.random.default_rng(case.order).permutation(order)
     cut, longest = CUTS[case.cut], int(made_up.rows.tokens.max())
-    if cut.micro_batch_tokens is not None and case.rows == "long":  # so that it is not alone
+    if cut.micro_batch_tokens is not None and case.rows == "long":  # so that the longest row is not alone
         cut = replace(cut, micro_batch_tokens=longest + cut.micro_batch_tokens)
     layout = replace(
         cut,
@@ -157,7 +160,10 @@ def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, cas
     totals: dict[str, Tensor] = {}
     names = CRITIC_FIELDS if case.critic else ACTOR_FIELDS
     routers = None if case.experts == "natural" else find_routers(model)
-    counts = _count_experts(batch, step, routers) if routers and case.experts == "balanced" else None
+    counts = None
+    if routers and case.experts == "balanced":  # counted over all ranks, as by an all-reduce
+        routings = (experts for rank in range(step.dp_size) for experts in routings_of(batch, step, rank))
+        counts = count_experts(routings, routers)
     for _, micro in batch.micro_batches(step, dp_rank, names):
         with routers.replaying(micro.routing) if routers else nullcontext(()) as logits:
             sums = _critic_loss(model, micro) if case.critic else _actor_loss(model, micro, case)
@@ -167,11 +173,6 @@ def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, cas
             sums.loss.backward()
         totals = add_metrics([totals, sums.metrics, {"objective": sums.loss.detach()}])
     return totals
-
-
-def _count_experts(batch: TensorBatch, step: Step, routers: Routers) -> Tensor:
-    """Of all ranks, which is what they would add up together."""
-    return count_experts((e for rank in range(step.dp_size) for e in routings_of(batch, step, rank)), routers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +190,9 @@ class ModelFacts:
 
 
 def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int | None = None) -> ModelFacts:
-    """Load a model and look at it."""
+    """Load a model and find out what can be checked."""
     model = _load(name, dtype, only_critic)
-    lengths = lengths_of(model, longest)
+    lengths = _lengths_of(model, longest)
     experts, notes = False, []
     try:
         experts = not only_critic and find_routers(model) is not None
@@ -203,9 +204,7 @@ def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int |
     elif not only_critic:
         try:
             check_tree(model, max(lengths.row_tokens, default=SHORT))
-            check_row_independence(
-                model, Collator(how="tree", token_id=0), row_tokens=SHORT, micro_batch_tokens=4 * SHORT
-            )
+            check_packs(model, Collator(how="tree", token_id=0), row_tokens=SHORT, micro_batch_tokens=4 * SHORT)
             trees = True
         except ConfigError as error:
             notes.append(f"tree is not possible: {str(error).rpartition(';')[0]}")
@@ -220,17 +219,17 @@ def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int |
 
 
 def able(facts: Iterable[ModelFacts], only_critic: Sequence[str] = ()) -> Able:
-    """Which cases make sense for these models."""
+    """The cases that make sense for these models."""
     facts = [*facts]
 
     def names(field: str) -> list[str]:
-        return [of_model.model for of_model in facts if getattr(of_model, field)]
+        return [each.model for each in facts if getattr(each, field)]
 
     return Able(names("critic"), only_critic, names("experts"), names("trees"), names("recompute"))
 
 
 def batch_metrics(batch: TensorBatch) -> dict[str, float]:
-    """Metrics of the whole batch from the forward pass over it: off-policy ones by row and token, lengths by row."""
+    """Metrics of the whole batch from its forward pass: off-policy metrics of tokens and rows, and lengths of rows."""
     (step,) = batch.plan.steps("forward")
     counts = (batch.rows.loss_tokens > 0) & ~batch.rows.is_padding
     row_weights = torch.from_numpy(counts / max(counts.sum(), 1))
@@ -266,8 +265,8 @@ def _actor_loss(model: nn.Module, micro: MicroBatch, case: Case) -> Sums:
 
 def run_reference(
     model: nn.Module, made_up: MadeUp, batch: TensorBatch, step: Step, case: Case
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Gradient and metrics of the step's real rows, the plain way."""
+) -> tuple[Gradient, dict[str, float]]:
+    """Gradient and metrics of the step's real rows, run one by one."""
     keys = {key: i for i, key in enumerate(made_up.rows.key)}
     real = step.row[step.row < len(batch.plan.rows)]
     objective, metrics = reference_step(model, made_up, [keys[key] for key in batch.plan.rows.key[real]], case)
@@ -275,15 +274,15 @@ def run_reference(
     return take_gradient(model), metrics
 
 
-def take_gradient(model: nn.Module) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one, taken off the model."""
+def take_gradient(model: nn.Module) -> Gradient:
+    """The gradient of every parameter that has one; the model's gradients are cleared."""
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradient
 
 
 def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Metrics of micro-batches or ranks add up."""
+    """The sum of the metrics of micro-batches or ranks."""
     totals: dict[str, Tensor] = {}
     for part in parts:
         for name, value in part.items():
@@ -291,22 +290,74 @@ def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return totals
 
 
-def relative_error(gradient: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Norm of the difference over the norm of what is expected; a parameter without a gradient has zero."""
+def relative_error(gradient: Gradient, expected: Gradient) -> float:
+    """Norm of the difference relative to that of the expected gradient; a missing gradient counts as zero."""
     difference = total = 0.0
-    for name in gradient.keys() | expected.keys():
-        ours, theirs = gradient.get(name), expected.get(name)
-        known = ours if theirs is None else theirs
-        assert known is not None
-        zero = torch.zeros_like(known)
-        ours, theirs = (zero if x is None else x.double() for x in (ours, theirs))
-        difference += float((ours - theirs).square().sum())
-        total += float(theirs.square().sum())
+    zero = torch.zeros((), dtype=torch.float64)
+    for name in sorted(gradient.keys() | expected.keys()):
+        actual, wanted = gradient.get(name, zero).double(), expected.get(name, zero).double()
+        difference += float((actual - wanted).square().sum())
+        total += float(wanted.square().sum())
     return (difference / total) ** 0.5 if total else difference**0.5
 
 
 def largest_drift(metrics: Mapping[str, Tensor | float], expected: Mapping[str, float]) -> float:
-    """Difference over the expected value, absolute where that is below one: the largest of all metrics."""
-    unlike = metrics.keys() ^ expected.keys()
-    assert not unlike, f"{', '.join(sorted(unlike))}: of the plan alone, or of check/reference.py alone"
+    """The largest difference of a metric, relative to its expected value if that is above one."""
+    unmatched = metrics.keys() ^ expected.keys()
+    assert not unmatched, f"{', '.join(sorted(unmatched))}: only in the plan, or only in check/plain_losses.py"
     return max(abs(float(metrics[name]) - value) / max(1.0, abs(value)) for name, value in expected.items())
+
+
+def run_half(model: str, collates: Sequence[str], *, critic: bool = False) -> list[Line]:
+    """Measure how far bfloat16 gradients depend on the cut; one line per collation.
+
+    The error is that of a plan relative to the same rows run one by one, both in bfloat16. The tolerance is a multiple
+    of the error of rounding: that of the rows run one by one in bfloat16 relative to the same weights in float32. A cut
+    only changes the order of rounding, so it must not be much worse.
+    """
+    references: dict[tuple[str, ...], tuple[Gradient, Gradient]] = {}  # by the rows of a step
+    lines = []
+    for collate in collates:
+        errors, roundings = [], []
+        for cut in ("one", "tokens"):
+            loss = "value" if critic else "ppo"
+            case = Case(model=model, dtype="bfloat16", collate=collate, cut=cut, loss=loss)  # pyright: ignore[reportArgumentType]
+            for error, rounding in _half_errors(case, references):
+                errors.append(error)
+                roundings.append(rounding)
+        subject = f"{short_name(model)}, {collate}"
+        lines.append(Line.of("bfloat16", subject, [max(errors)], HALF_TOLERANCE * max(roundings)))
+    return lines
+
+
+def _half_errors(
+    case: Case, references: dict[tuple[str, ...], tuple[Gradient, Gradient]]
+) -> Iterator[tuple[float, float]]:
+    """The errors of each step, of the cut and of the rounding."""
+    model, made_up = load_case(case)
+    batch, precise_model = batch_of(case, made_up, model), copy.deepcopy(model).to(torch.float32)
+    for step in batch.plan.steps(role_of(case)):
+        if step.skipped:
+            continue
+        for dp_rank in range(case.dp):
+            run_rank(model, batch, step, dp_rank, case)
+        planned = take_gradient(model)
+        keys = tuple(sorted(batch.rows.key[step.row].tolist()))
+        if keys not in references:
+            in_half, _ = run_reference(model, made_up, batch, step, case)
+            precise, _ = run_reference(precise_model, _in_float32(made_up), batch, step, case)
+            references[keys] = in_half, precise
+        in_half, precise = references[keys]
+        yield relative_error(planned, in_half), relative_error(in_half, precise)
+
+
+def _in_float32(made_up: MadeUp) -> MadeUp:
+    """The same rows for a float32 model: pixels have the dtype of the model."""
+    fields = []
+    for row in made_up.fields:
+        media = row.get("multi_modal_inputs")
+        if isinstance(media, dict):
+            raised = {name: x.float() if x.is_floating_point() else x for name, x in media.items()}
+            row = {**row, "multi_modal_inputs": raised}
+        fields.append(row)
+    return MadeUp(made_up.rows, fields)

@@ -37,9 +37,9 @@ PARTS = {
     },
     "raggedright.tensors": {
         "Fields and padding rows": (
-            "infer_schema", "Schema", "Kind", "Fields", "Ragged", "padding_rows", "PaddingRow", "padding_token_id",
+            "infer_schema", "Schema", "Kind", "Fields", "padding_rows", "PaddingRow", "padding_token_id",
         ),
-        "Micro-batches": ("TensorBatch", "RowTokens", "Collator", "MicroBatch", "image_filler"),
+        "Micro-batches": ("TensorBatch", "Collator", "MicroBatch", "image_filler"),
         "The model": ("forward_log_probs", "TokenOutputs", "forward_values"),
         "Losses": ("policy_loss", "kl_loss", "entropy_loss", "value_loss", "Sums", "TokenWeights"),
         "Values": ("gae", "whiten"),

@@ -20,9 +20,9 @@ from raggedright.errors import ConfigError, RaggedRightError, install_hint
 from raggedright.report.text import counted
 
 if TYPE_CHECKING:
-    from raggedright.check.cases import Case
+    from raggedright.check.cases import Case, Line
     from raggedright.check.run import ModelFacts, Result
-    from raggedright.check.verdict import Line, Verdict
+    from raggedright.check.verdict import Verdict
 
 EXAMPLES = """\
 examples:
@@ -135,18 +135,17 @@ def _run_sections(facts: "Sequence[ModelFacts]", critics: Sequence[str]) -> "lis
     from raggedright.check.advantages import run_advantages
     from raggedright.check.half import run_half
     from raggedright.check.ranks import run_steps, step_cases
-    from raggedright.check.verdict import advantage_lines, half_lines, step_lines
 
     actors = [of_model for of_model in facts if of_model.model not in critics]
     small = [of_model.model for of_model in facts if of_model.parameters <= MOST_PARAMETERS]
     steps = step_cases([a.model for a in actors if a.model in small], [name for name in critics if name in small])
-    lines = advantage_lines(run_advantages())
-    lines += step_lines(run_steps(steps)) if steps else []
+    lines = run_advantages()
+    lines += run_steps(steps) if steps else []
     for of_model in actors:
         collates = ("packed", "padded", "tree") if of_model.trees else ("packed", "padded")
-        lines += half_lines(run_half(of_model.model, collates))
+        lines += run_half(of_model.model, collates)
     for name in critics:
-        lines += half_lines(run_half(name, ("packed", "padded"), critic=True))
+        lines += run_half(name, ("packed", "padded"), critic=True)
     return lines
 
 

@@ -32,7 +32,7 @@ def computing(model: Model, world: World) -> AbstractContextManager[object]:
 
 def temperature_fields(batch: TensorBatch) -> tuple[str, ...]:
     """What a micro-batch takes along so that `temperature_of` knows: nothing where all tokens have one temperature."""
-    return (TEMPERATURES,) if batch.tokens.has(TEMPERATURES) else ()
+    return (TEMPERATURES,) if batch.has(TEMPERATURES) else ()
 
 
 @torch.no_grad()

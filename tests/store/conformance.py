@@ -1,7 +1,7 @@
-"""What every store does, whichever backend it is: the sentences of the protocol, as tests.
+"""The conformance suite: what every backend promises, as tests.
 
-A backend's test module has two fixtures, `store` (empty) and `open_another` (a function that opens the same store
-again; for a store of one process it may return the same object), and imports all of this.
+The test module of a backend defines two fixtures, `store` (empty) and `open_another` (a function that opens the same
+store again; for a store of one process it may return the same object), and imports everything from here.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,28 @@ import pytest
 
 from raggedright.errors import RaggedRightError
 from raggedright.sessions import ROW_COLUMNS, RowKey, Session, SessionError, SessionKey
-from raggedright.store.protocol import Store, StoreError
+from raggedright.store.session_store import Store, StoreError
 from store.values import VALUES, failed, finished, key, keys_in, row, same, tokens
 
 Open = Callable[[], Store]
 
 
-def test_a_session_comes_back_bit_for_bit(store: Store) -> None:
+def test_a_session_is_read_back_bit_for_bit(store: Store) -> None:
     session = finished(key(), tokens(3), tokens(5, start=2**40, extra=VALUES), tokens(1))
     store.append([session])
     rows = store.read([row(key(), i) for i in range(3)])
-    assert all(same(found, put.fields) for found, put in zip(rows, session.trajectories, strict=True))
+    assert all(same(row, trajectory.fields) for row, trajectory in zip(rows, session.trajectories, strict=True))
 
 
 def test_a_table_has_every_number_of_a_session_and_its_rows(store: Store) -> None:
-    told = {"role": "planner", "reward": -0.25, "finish_reason": "length", "weight_version": 7}
-    told |= {"generations": 3, "cut_generations": 1}
+    columns = {"role": "planner", "reward": -0.25, "finish_reason": "length", "weight_version": 7}
+    columns |= {"generations": 3, "cut_generations": 1}
     put = tokens(
         4,
         input_ids=np.arange(11),
         response_mask=np.array([1, 0, 0, 1]),
         extra={"b": np.ones(4), "a": np.ones(4)},
-        **told,
+        **columns,
     )
     store.append([finished(key("p", 3), tokens(2), put, score=-1.5, exact_match=1.0), failed(key("p", 4), "boom: ü")])
     table = store.sessions(0)
@@ -45,12 +45,12 @@ def test_a_table_has_every_number_of_a_session_and_its_rows(store: Store) -> Non
     assert (table.metrics["exact_match"][0], np.isnan(table.metrics["exact_match"][1])) == (1.0, True)
     assert table.num_rows.tolist() == [2, 0]
     second = {name: column[1] for name, column in table.row_columns.items()}
-    assert second == {"prompt_tokens": 7, "response_tokens": 4, "loss_tokens": 2, "extra_names": "a\nb", **told}
+    assert second == {"prompt_tokens": 7, "response_tokens": 4, "loss_tokens": 2, "extra_names": "a\nb", **columns}
     assert table.row_columns.keys() == ROW_COLUMNS.keys()
     assert table.row_keys(np.array([1, 0])) == [row(key("p", 3), 1), row(key("p", 3), 0)]
 
 
-def test_a_table_is_in_the_order_of_keys_whatever_the_order_of_appends(store: Store) -> None:
+def test_a_table_is_in_the_order_of_keys_for_any_order_of_appends(store: Store) -> None:
     keys = [key(p, s) for p in ("10", "9", "a\0", "a", "é", "𝄞") for s in (0, 11)]
     for session in reversed(keys):
         store.append([finished(session, tokens(1))])
@@ -66,7 +66,7 @@ def test_a_table_has_the_last_attempt_of_each_session(store: Store) -> None:
     assert len(fields["response_mask"]) == 2
 
 
-def test_rounds_are_apart_and_those_with_finished_sessions_are_counted(store: Store) -> None:
+def test_rounds_are_separate_and_their_finished_sessions_are_counted(store: Store) -> None:
     store.append([finished(key(round=1), tokens(1)), finished(key("q", round=1)), failed(key(round=3))])
     store.append([finished(key(round=2), tokens(1))])
     assert store.rounds() == {1: 2, 2: 1}
@@ -75,14 +75,14 @@ def test_rounds_are_apart_and_those_with_finished_sessions_are_counted(store: St
     assert len(store.sessions(9).rows) == 0
 
 
-def test_an_empty_store_has_nothing(store: Store) -> None:
+def test_an_empty_store_lists_nothing(store: Store) -> None:
     assert len(store.sessions(0)) == 0
     assert store.read([]) == []
     assert store.rounds() == {}
     store.append([])
 
 
-def test_an_answer_has_the_rows_asked_for_in_their_order_and_twice_if_asked_twice(store: Store) -> None:
+def test_rows_are_returned_in_the_order_of_the_keys_and_twice_if_a_key_is_repeated(store: Store) -> None:
     store.append([finished(key("a"), tokens(1), tokens(2)), finished(key("b", round=7), tokens(3))])
     keys = [row(key("b", round=7)), row(key("a"), 1), row(key("b", round=7)), row(key("a"))]
     answer = store.read(keys, ["response_mask"])
@@ -120,7 +120,7 @@ def test_a_key_is_written_once(store: Store, again: Session) -> None:
     assert store.sessions(0).num_rows.tolist() == [1, 0]
 
 
-NOT_SESSIONS = {
+INVALID_SESSIONS = {
     "score": finished(key(), score=float("nan")),
     "score is 1000": finished(key(), score=10**400),
     "score is None": Session(key=key()),
@@ -140,15 +140,15 @@ NOT_SESSIONS = {
 }
 
 
-@pytest.mark.parametrize("named", NOT_SESSIONS)
-def test_what_is_not_a_session_is_refused_and_changes_nothing(store: Store, named: str) -> None:
-    with pytest.raises(SessionError, match=named):
-        store.append([finished(key("before"), tokens(1)), NOT_SESSIONS[named]])
+@pytest.mark.parametrize("match", INVALID_SESSIONS)
+def test_an_invalid_session_is_refused_and_nothing_changes(store: Store, match: str) -> None:
+    with pytest.raises(SessionError, match=match):
+        store.append([finished(key("before"), tokens(1)), INVALID_SESSIONS[match]])
     assert len(store.sessions(0)) == 0
     store.append([finished(key(), tokens(1))])
 
 
-def test_what_was_appended_stays_as_it_was(store: Store) -> None:
+def test_callers_cannot_change_what_was_appended(store: Store) -> None:
     array = np.zeros(3)
     store.append([finished(key(), tokens(1, extra={"x": array}))])
     array += 1
@@ -161,13 +161,13 @@ def test_what_was_appended_stays_as_it_was(store: Store) -> None:
 @pytest.mark.parametrize(
     "prompt", ["a/b", "a/0/0", "q\"u'o`te", "new\nline", "", " ", "%_*", "naïve 𝄞", "a\0b", "x" * 9000]
 )
-def test_a_prompt_may_be_any_text(store: Store, prompt: str) -> None:
+def test_a_prompt_can_be_any_text(store: Store, prompt: str) -> None:
     store.append([finished(key(prompt), tokens(2)), finished(key("other"), tokens(1))])
     assert key(prompt) in keys_in(store)
     assert len(store.read([row(key(prompt))])[0]["input_ids"]) == 3
 
 
-def test_names_that_join_to_the_same_text_are_not_mixed_up(store: Store) -> None:
+def test_keys_that_join_to_the_same_text_are_distinct(store: Store) -> None:
     sessions = [key("a/0", 0), key("a", 0), key("a_0", 0), key("a", 0, 1), key("a_0_0", 1), key("a_0", 1)]
     store.append([finished(session, tokens(1, start=i)) for i, session in enumerate(sessions)])
     assert [int(fields["input_ids"][0]) for fields in store.read([row(s) for s in sessions])] == [*range(6)]
@@ -197,7 +197,7 @@ def test_drop_can_be_repeated_and_does_not_bring_rounds_back(store: Store) -> No
     assert store.rounds() == {4: 1}
 
 
-def test_wait_gives_the_sessions_asked_for_once_all_have_ended(store: Store, open_another: Open) -> None:
+def test_wait_returns_the_requested_sessions_once_all_have_ended(store: Store, open_another: Open) -> None:
     other = open_another()
     store.append([finished(key("x"), tokens(1))])
 
@@ -208,21 +208,21 @@ def test_wait_gives_the_sessions_asked_for_once_all_have_ended(store: Store, ope
 
     thread = Thread(target=finish)
     thread.start()
-    began = monotonic()
+    start = monotonic()
     table = store.wait(0, {("a", 0), ("b", 0)}, timeout=30)
-    took = monotonic() - began
+    seconds = monotonic() - start
     thread.join()
     assert [table.session_key(i) for i in range(2)] == [key("a"), key("b")]
     assert len(table.rows) == 2
-    assert 0.15 < took < 10
+    assert 0.15 < seconds < 10
 
 
-def test_wait_names_those_that_have_not_ended(store: Store) -> None:
+def test_wait_names_the_sessions_that_have_not_ended(store: Store) -> None:
     store.append([finished(key("a"), tokens(1))])
-    began = monotonic()
+    start = monotonic()
     with pytest.raises(StoreError, match=r"round 0: 2 of 3.*b/0, c/7"):
         store.wait(0, [("a", 0), ("b", 0), ("c", 7)], timeout=0.3)
-    assert 0.25 < monotonic() - began < 10
+    assert 0.25 < monotonic() - start < 10
 
 
 def test_two_handles_see_each_others_sessions(store: Store, open_another: Open) -> None:
@@ -242,18 +242,18 @@ def test_two_handles_see_each_others_sessions(store: Store, open_another: Open) 
 def test_threads_append_and_read_at_once_and_see_whole_sessions(store: Store, open_another: Open) -> None:
     stores, faults = [store, open_another()], []
 
-    def write(me: int) -> None:
+    def write(writer: int) -> None:
         for i in range(10):
-            stores[me].append([finished(key(f"p{me}", i), *[tokens(50, start=i) for _ in range(4)])])
+            stores[writer].append([finished(key(f"p{writer}", i), *[tokens(50, start=i) for _ in range(4)])])
 
-    def read(me: int) -> None:
+    def read(reader: int) -> None:
         seen = 0
         while seen < 20 and not faults:
-            table = stores[me].sessions(0)
+            table = stores[reader].sessions(0)
             seen = len(table)
             if (table.num_rows != 4).any():
                 faults.append(table)
-            rows = stores[me].read(table.row_keys(np.arange(len(table.rows))))
+            rows = stores[reader].read(table.row_keys(np.arange(len(table.rows))))
             expected = table.session[table.session_of_row].tolist()
             if [int(fields["input_ids"][0]) for fields in rows] != expected:
                 faults.append(rows)
@@ -267,41 +267,41 @@ def test_threads_append_and_read_at_once_and_see_whole_sessions(store: Store, op
     assert not faults
 
 
-def test_of_many_that_append_the_same_attempt_one_wins(store: Store, open_another: Open) -> None:
-    stores, won = [store, open_another()], []
+def test_of_several_writers_of_the_same_attempt_one_wins(store: Store, open_another: Open) -> None:
+    stores, winners = [store, open_another()], []
 
-    def put(me: int) -> None:
+    def write(writer: int) -> None:
         for i in range(10):
             try:
-                stores[me % 2].append([finished(key("p", i), *[tokens(50, start=me) for _ in range(3)])])
+                stores[writer % 2].append([finished(key("p", i), *[tokens(50, start=writer) for _ in range(3)])])
             except RaggedRightError:
                 continue
-            won.append((i, me))
+            winners.append((i, writer))
 
-    threads = [Thread(target=put, args=(me,)) for me in range(4)]
+    threads = [Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(i for i, _ in won) == [*range(10)]
-    for i, me in won:
+    assert sorted(i for i, _ in winners) == [*range(10)]
+    for i, writer in winners:
         rows = store.read([row(key("p", i), t) for t in range(3)])
-        assert [int(fields["input_ids"][0]) for fields in rows] == [me] * 3
+        assert [int(fields["input_ids"][0]) for fields in rows] == [writer] * 3
 
 
-def test_a_row_of_50_megabytes_is_a_row(store: Store) -> None:
+def test_a_row_can_have_50_megabytes(store: Store) -> None:
     big = np.random.default_rng(0).integers(0, 255, 50_000_000, dtype=np.uint8)
     store.append([finished(key(), tokens(1, extra={"big": big}))])
     assert np.array_equal(store.read([row(key())], ["big"])[0]["big"], big)
 
 
-def test_many_rows_come_back_each_with_its_own(store: Store) -> None:
+def test_each_of_many_rows_is_returned_for_its_key(store: Store) -> None:
     store.append([finished(key("p", s), *[tokens(1, start=100 * s + t) for t in range(60)]) for s in range(40)])
     keys = [row(key("p", s), t) for t in range(60) for s in reversed(range(40))]
     assert [int(f["input_ids"][0]) for f in store.read(keys)] == [100 * k.session + k.trajectory for k in keys]
 
 
-def test_a_closed_store_says_so_and_can_be_closed_again(store: Store) -> None:
+def test_using_a_closed_store_is_an_error_and_closing_it_again_is_not(store: Store) -> None:
     with store as same_store:
         assert same_store is store
         store.append([finished(key(), tokens(1))])
@@ -312,6 +312,6 @@ def test_a_closed_store_says_so_and_can_be_closed_again(store: Store) -> None:
             use()
 
 
-def test_a_key_is_a_plain_tuple_too(store: Store) -> None:
+def test_keys_can_be_made_from_plain_tuples(store: Store) -> None:
     store.append([finished(SessionKey(0, "p", 0), tokens(1))])
     assert len(store.read([RowKey(*key(), 0)])) == 1

@@ -1,4 +1,4 @@
-"""One Ray with TransferQueue for the whole test run; only tests that ask for it start it, in one group for xdist."""
+"""One Ray with TransferQueue for the whole test run; started only by tests that use it, in one group for xdist."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _runs = count()
 
 @pytest.fixture(scope="session")
 def started() -> Iterator[list[TransferQueueStore]]:
-    """The owner of TransferQueue, once it is started; a test that ends it takes it out, and the next starts anew."""
+    """The owner of TransferQueue, once started; a test that ends it removes it, and the next one starts another."""
     owners: list[TransferQueueStore] = []
     yield owners
     for owner in owners:

@@ -2,8 +2,8 @@
 
 STORE is a SQLite store's file, or `queue ADDRESS RUN`.
 
-A writer logs a session, durably, once append has returned. What a session holds follows
-from its key, so that whoever looks afterwards can compare every bit.
+A writer logs a session, durably, once append has returned. The contents of a session follow from its key, so that a
+test can compare every bit afterwards.
 """
 
 import os
@@ -17,13 +17,13 @@ from time import sleep
 import numpy as np
 
 from raggedright.sessions import Session, SessionKey, Trajectory
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 from raggedright.store.sqlite import SqliteStore
 from store.values import same
 
 
 def session_of(key: SessionKey) -> Session:
-    """The session of this key; its rows have some tokens, and sometimes many."""
+    """The session of this key; its rows have between 1 and 20,000 tokens."""
     rng = np.random.default_rng([key.session, key.attempt, len(key.prompt)])
     trajectories = []
     for _ in range(int(rng.integers(0, 6))):
@@ -48,7 +48,7 @@ def open_store(where: str) -> Store:
 
 
 def write(where: str, log: Path, seed: int) -> None:
-    """Append sessions for ever."""
+    """Append sessions until killed."""
     with log.open("a") as file, open_store(where) as store:
         print("ready", flush=True)
         for i in range(10**9):
@@ -60,17 +60,17 @@ def write(where: str, log: Path, seed: int) -> None:
 
 
 def read(where: str) -> None:
-    """Read all there is, for ever."""
+    """Read everything, again and again, until killed."""
     with open_store(where) as store:
         print("ready", flush=True)
         while True:
             check(store)
 
 
-def start(what: str, where: str, log: Path, seed: int) -> subprocess.Popen[bytes]:
-    """One of these in a process of its own."""
+def start(mode: str, where: str, log: Path, seed: int) -> subprocess.Popen[bytes]:
+    """Start a writer or a reader in its own process."""
     return subprocess.Popen(
-        [sys.executable, __file__, what, where, str(log), str(seed)],
+        [sys.executable, __file__, mode, where, str(log), str(seed)],
         stdout=subprocess.PIPE,
         env={
             **os.environ,
@@ -80,16 +80,16 @@ def start(what: str, where: str, log: Path, seed: int) -> subprocess.Popen[bytes
     )
 
 
-def run_and_kill(where: str, folder: Path, seed: int, whats: list[str], chance: random.Random) -> None:
-    """Start these at once, and kill each at a random moment after all are ready."""
-    logs = [folder / f"log {seed + i}" for i in range(len(whats))]
-    processes = [start(what, where, log, seed + i) for i, (what, log) in enumerate(zip(whats, logs, strict=True))]
+def run_and_kill(where: str, folder: Path, seed: int, modes: list[str], rng: random.Random) -> None:
+    """Start these processes, and kill each at a random moment after all are ready."""
+    logs = [folder / f"log {seed + i}" for i in range(len(modes))]
+    processes = [start(mode, where, log, seed + i) for i, (mode, log) in enumerate(zip(modes, logs, strict=True))]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-    for process in chance.sample(processes, len(processes)):
-        sleep(chance.random() * 0.4)
-        assert process.poll() is None, "it ended by itself"
+    for process in rng.sample(processes, len(processes)):
+        sleep(rng.random() * 0.4)
+        assert process.poll() is None, "the process ended by itself"
         process.send_signal(signal.SIGKILL)
     for process in processes:
         process.wait()
@@ -98,18 +98,18 @@ def run_and_kill(where: str, folder: Path, seed: int, whats: list[str], chance: 
 
 
 def compare(store: Store, folder: Path) -> None:
-    """All that any log reports is in the store; what more is there is at most one session a writer."""
-    found = check(store)
+    """Every session in a log is in the store; the store has at most one more session per writer."""
+    stored = check(store)
     for log in folder.glob("log *"):
         writer = f"writer {log.name.removeprefix('log ')}"
         reported = {SessionKey(7, writer, int(line)) for line in log.read_text().split()}
-        mine = {key for key in found if key.prompt == writer}
-        assert reported <= mine, "a session that was reported is lost"
-        assert len(mine - reported) <= 1, "more than the one that was being reported when it was killed"
+        of_writer = {key for key in stored if key.prompt == writer}
+        assert reported <= of_writer, "a logged session is lost"
+        assert len(of_writer - reported) <= 1, "more than the session that was being logged when the writer was killed"
 
 
 def check(store: Store) -> set[SessionKey]:
-    """The sessions of a store, each compared with what it has to be."""
+    """The sessions of a store, each compared with its expected contents."""
     table = store.sessions(7)
     for i in range(len(table)):
         key = table.session_key(i)
@@ -123,5 +123,5 @@ def check(store: Store) -> set[SessionKey]:
 
 
 if __name__ == "__main__":
-    what, where, log, seed = sys.argv[1:]
-    write(where, Path(log), int(seed)) if what == "write" else read(where)
+    mode, where, log, seed = sys.argv[1:]
+    write(where, Path(log), int(seed)) if mode == "write" else read(where)

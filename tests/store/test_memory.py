@@ -1,4 +1,4 @@
-"""The store in memory passes what every store passes."""
+"""The store in memory passes the conformance suite."""
 
 from collections.abc import Callable
 

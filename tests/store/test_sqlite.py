@@ -1,11 +1,11 @@
-"""The store in a SQLite file passes what every store passes."""
+"""The store in a SQLite file passes the conformance suite."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from raggedright.store.protocol import StoreError
+from raggedright.store.session_store import StoreError
 from raggedright.store.sqlite import SqliteStore
 from store.conformance import *  # noqa: F403
 from store.values import finished, key, tokens
@@ -26,16 +26,16 @@ def store(path: Path) -> Iterator[SqliteStore]:
 def open_another(path: Path) -> Iterator[Callable[[], SqliteStore]]:
     opened: list[SqliteStore] = []
 
-    def open_it() -> SqliteStore:
+    def open_store() -> SqliteStore:
         opened.append(SqliteStore(path, run="a run"))
         return opened[-1]
 
-    yield open_it
+    yield open_store
     for store in opened:
         store.close()
 
 
-def test_an_append_that_breaks_off_half_way_undoes_all_that_came_with_it(store: SqliteStore) -> None:
+def test_an_append_that_fails_half_way_records_nothing(store: SqliteStore) -> None:
     refuse = "CREATE TEMP TRIGGER t BEFORE INSERT ON log WHEN NEW.session = 1 BEGIN {} END"
     store._database.connection().execute(refuse.format("SELECT raise(FAIL, 'no such session here');"))
     with pytest.raises(StoreError):

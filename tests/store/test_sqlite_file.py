@@ -1,4 +1,4 @@
-"""The file of a SQLite store: files that are not one, damaged ones, locked ones, and what the shell can ask it."""
+"""The file of a SQLite store: foreign, damaged and locked files, and queries from the sqlite3 shell."""
 
 import os
 import random
@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load
 
 from raggedright.sessions import Session
-from raggedright.store.protocol import StoreError, prune
+from raggedright.store.session_store import StoreError, prune
 from raggedright.store.sqlite import SqliteStore
-from raggedright.store.sqlite_schema import APPLICATION_ID, FORMAT
+from raggedright.store.sqlite_file import APPLICATION_ID, FORMAT
 from store.values import VALUES, failed, finished, key, keys_in, row, same, tokens
 
 
@@ -35,8 +35,8 @@ def session_of(i: int) -> Session:
     return finished(key("p", i), tokens(2_000, start=i, extra=VALUES), tokens(5), score=i / 2, turn=float(i))
 
 
-def changed(path: Path, statement: str) -> bytes:
-    """Run a statement on the file from outside; its bytes afterwards."""
+def alter(path: Path, statement: str) -> bytes:
+    """Run a statement on the file; returns its bytes afterwards."""
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute(statement)
     connection.close()
@@ -44,7 +44,7 @@ def changed(path: Path, statement: str) -> bytes:
 
 
 def test_closing_leaves_one_file(path: Path) -> None:
-    assert [found.name for found in path.parent.iterdir()] == ["rows.db"]
+    assert [file.name for file in path.parent.iterdir()] == ["rows.db"]
 
 
 def test_a_store_can_be_opened_again(path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_store_can_be_opened_again(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("statement", "match"),
     [
         (f"PRAGMA user_version = {FORMAT + 1}", f"format {FORMAT + 1}"),
         ("PRAGMA application_id = 5", "another program"),
@@ -63,25 +63,25 @@ def test_a_store_can_be_opened_again(path: Path) -> None:
         ("CREATE TRIGGER t AFTER INSERT ON arrays BEGIN DELETE FROM arrays; END", "tables"),
     ],
 )
-def test_a_file_of_another_version_or_program_is_refused_and_stays_as_it_was(
-    path: Path, statement: str, said: str
+def test_a_file_of_another_version_or_program_is_refused_and_not_changed(
+    path: Path, statement: str, match: str
 ) -> None:
-    before = changed(path, statement)
-    with pytest.raises(StoreError, match=said):
+    before = alter(path, statement)
+    with pytest.raises(StoreError, match=match):
         SqliteStore(path)
     assert path.read_bytes() == before
-    assert [found.name for found in path.parent.iterdir()] == ["rows.db"]
+    assert [file.name for file in path.parent.iterdir()] == ["rows.db"]
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"SQLite format 3\0", b"\0" * 5_000], ids=len)
-def test_a_file_that_is_no_database_is_refused_and_stays_as_it_was(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_database_is_refused_and_not_changed(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.db").write_bytes(content)
     with pytest.raises(StoreError, match="not a SQLite database"):
         SqliteStore(tmp_path / "rows.db")
     assert (tmp_path / "rows.db").read_bytes() == content
 
 
-def test_paths_that_cannot_be_a_store_are_said(tmp_path: Path) -> None:
+def test_invalid_paths_are_errors(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a folder"):
         SqliteStore(tmp_path)
     with pytest.raises(StoreError, match="no folder"):
@@ -96,7 +96,7 @@ def test_paths_that_cannot_be_a_store_are_said(tmp_path: Path) -> None:
 
 
 def read_all(path: Path) -> None:
-    """Everything that is listed is as it was appended."""
+    """Check that everything in the store is as it was appended."""
     with SqliteStore(path, run=None, busy_timeout=1) as store:
         table = store.sessions(0)
         for i in range(len(table)):
@@ -110,7 +110,7 @@ def read_all(path: Path) -> None:
                 assert same(store.read([key_])[0], trajectory.fields)
 
 
-def test_a_cut_file_is_an_error(path: Path) -> None:
+def test_a_truncated_file_is_an_error(path: Path) -> None:
     whole = path.read_bytes()
     for size in (50, 100, 4_096, 16_384, len(whole) // 2, len(whole) - 16_384):
         path.write_bytes(whole[:size])
@@ -119,17 +119,17 @@ def test_a_cut_file_is_an_error(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_flipped_bit_gives_the_value_or_an_error(path: Path, seed: int) -> None:
-    """Of 500 flips, 16 gave wrong scores, counts, keys or states when only the tensors had checksums."""
+def test_flipped_bits_never_give_a_wrong_value(path: Path, seed: int) -> None:
+    """When only tensors had checksums, 16 of 500 flips gave wrong scores, counts, keys or states."""
     small = path.with_name("small.db")
     with SqliteStore(small) as store:
         store.append([*(finished(key("p", i), tokens(2, start=i), score=i / 2, turn=1.0 * i) for i in range(40))])
-    chance, refused = random.Random(seed), 0
+    rng, refused = random.Random(seed), 0
     for whole, target in ((path.read_bytes(), path), (small.read_bytes(), small)):
         for _ in range(60):
             data = bytearray(whole)
-            for _ in range(chance.choice([1, 1, 30])):
-                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            for _ in range(rng.choice([1, 1, 30])):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
             target.write_bytes(bytes(data))
             try:
                 read_all(target) if target == path else read_small(target)
@@ -170,13 +170,13 @@ def read_small(path: Path) -> None:
         "DELETE FROM arrays",
     ],
 )
-def test_an_altered_file_is_an_error_and_never_read_as_truth(path: Path, statement: str) -> None:
-    changed(path, statement)
+def test_an_altered_file_is_an_error(path: Path, statement: str) -> None:
+    alter(path, statement)
     with pytest.raises(StoreError):
         read_rounds(path)
 
 
-def test_the_file_of_another_run_is_refused_and_so_is_its_log(path: Path, tmp_path: Path) -> None:
+def test_the_file_and_the_log_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="belongs to run"):
         SqliteStore(path, run="mine")
     other, mine = tmp_path / "other.db", tmp_path / "mine.db"
@@ -193,7 +193,7 @@ def test_the_file_of_another_run_is_refused_and_so_is_its_log(path: Path, tmp_pa
 
 @pytest.fixture
 def locked(path: Path) -> Iterator[Path]:
-    """A store whose write lock another process holds."""
+    """A store with its write lock held by another process."""
     hold = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None); c.execute('BEGIN IMMEDIATE'); print(1, flush=True); sys.stdin.read()"  # noqa: E501
     process = subprocess.Popen([sys.executable, "-c", hold, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -202,14 +202,14 @@ def locked(path: Path) -> Iterator[Path]:
     process.communicate()
 
 
-def test_a_locked_store_can_be_read_and_an_append_fails_in_bounded_time(locked: Path) -> None:
+def test_a_locked_store_can_be_read_and_writes_fail_in_bounded_time(locked: Path) -> None:
     with SqliteStore(locked, busy_timeout=0.5) as store:
         assert len(store.sessions(0)) == 20
         for use in (lambda: store.append([failed(key("q"))]), lambda: store.drop(0)):
-            began = monotonic()
+            start = monotonic()
             with pytest.raises(StoreError, match=r"locked for 0\.5 s"):
                 use()
-            assert monotonic() - began < 5
+            assert monotonic() - start < 5
         assert len(store.sessions(0)) == 20
 
 
@@ -232,7 +232,7 @@ def test_a_handle_works_in_threads_and_after_a_fork(path: Path) -> None:
         assert len(store.sessions(0)) == 23
 
 
-def test_a_store_is_read_while_another_process_writes_it_and_is_not_changed_by_that(path: Path) -> None:
+def test_a_read_only_store_can_be_read_during_writes_and_is_not_changed(path: Path) -> None:
     before = path.read_bytes()
     with SqliteStore(path, read_only=True) as reader:
         assert len(reader.sessions(0)) == 20
@@ -251,13 +251,13 @@ def test_a_store_is_read_while_another_process_writes_it_and_is_not_changed_by_t
         assert len(store.sessions(0)) == 23
 
 
-def test_a_missing_store_is_not_made_for_reading(tmp_path: Path) -> None:
+def test_a_missing_store_is_not_created_for_reading(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"rows\.db: open failed: No such file"):
         SqliteStore(tmp_path / "rows.db", read_only=True)
     assert not [*tmp_path.iterdir()]
 
 
-def test_dropped_rounds_leave_their_space_to_later_ones(tmp_path: Path) -> None:
+def test_later_rounds_use_the_space_of_dropped_ones(tmp_path: Path) -> None:
     sizes = []
     with SqliteStore(tmp_path / "rows.db") as store:
         for round in range(6):
@@ -269,24 +269,24 @@ def test_dropped_rounds_leave_their_space_to_later_ones(tmp_path: Path) -> None:
     assert sizes[-1] <= 1.1 * sizes[1]
 
 
-def test_rounds_leave_the_file_once_a_checkpoint_has_them_and_keep_rounds_have_passed(tmp_path: Path) -> None:
-    """As a trainer does it: a durable checkpoint every second round, the last round before it is kept."""
-    path, left = tmp_path / "rows.db", []
+def test_prune_drops_rounds_of_a_durable_checkpoint_except_the_last_keep_rounds(tmp_path: Path) -> None:
+    """As in a trainer: a durable checkpoint every second round, and the round of the checkpoint is kept."""
+    path, remaining = tmp_path / "rows.db", []
     for round in range(6):
         with SqliteStore(path) as store:  # each round after a restart
             store.append([finished(key(round=round), tokens(round + 1))])
             if round % 2:
                 prune(store, durable_round=round, keep_rounds=1)
-            left.append([*store.rounds()])
-    assert left == [[0], [1], [1, 2], [3], [3, 4], [5]]
+            remaining.append([*store.rounds()])
+    assert remaining == [[0], [1], [1, 2], [3], [3, 4], [5]]
     with SqliteStore(path, read_only=True) as store:
         assert same(store.read([row(key(round=5))])[0], tokens(6).fields)
         with pytest.raises(StoreError, match=r"round 4.*dropped"):
             store.read([row(key(round=4))])
 
 
-def test_a_drop_that_was_killed_half_way_hides_all_and_is_completed(path: Path) -> None:
-    changed(path, "UPDATE meta SET value = 0 WHERE name = 'dropped_round'")
+def test_an_interrupted_drop_hides_the_round_and_is_completed_by_the_next(path: Path) -> None:
+    alter(path, "UPDATE meta SET value = 0 WHERE name = 'dropped_round'")
     with SqliteStore(path) as store:
         assert len(store.sessions(0)) == 0
         with pytest.raises(StoreError, match="dropped"):
@@ -298,16 +298,16 @@ def test_a_drop_that_was_killed_half_way_hides_all_and_is_completed(path: Path) 
     connection.close()
 
 
-def test_the_shell_can_ask_it(path: Path) -> None:
+def test_the_file_can_be_queried_with_sql(path: Path) -> None:
     connection = sqlite3.connect(path)
-    ask = lambda sql: connection.execute(sql).fetchall()  # noqa: E731
-    assert ask("PRAGMA application_id") == [(APPLICATION_ID,)]
-    assert ask("SELECT value FROM meta WHERE name = 'dropped_round'") == [(-1,)]
-    assert ask("SELECT avg(score), count(*) FROM sessions WHERE state = 'finished'") == [(4.75, 20)]
-    assert ask("SELECT max(metrics ->> 'turn') FROM sessions") == [(19.0,)]
-    assert ask("SELECT sum(prompt_tokens + response_tokens) FROM rows WHERE role = 'agent'") == [(20 * (2_001 + 6),)]
+    select = lambda sql: connection.execute(sql).fetchall()  # noqa: E731
+    assert select("PRAGMA application_id") == [(APPLICATION_ID,)]
+    assert select("SELECT value FROM meta WHERE name = 'dropped_round'") == [(-1,)]
+    assert select("SELECT avg(score), count(*) FROM sessions WHERE state = 'finished'") == [(4.75, 20)]
+    assert select("SELECT max(metrics ->> 'turn') FROM sessions") == [(19.0,)]
+    assert select("SELECT sum(prompt_tokens + response_tokens) FROM rows WHERE role = 'agent'") == [(20 * (2_001 + 6),)]
     query = "SELECT value FROM arrays JOIN rows ON arrays_id = arrays.id WHERE response_tokens = 5"
-    assert same(load(ask(query)[0][0]), tokens(5).fields)
+    assert same(load(select(query)[0][0]), tokens(5).fields)
     connection.close()
 
 
@@ -318,9 +318,9 @@ def test_the_stores_of_one_machine_need_no_ray() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_altered_key_is_refused_in_the_table_and_in_its_index(tmp_path: Path, place: int) -> None:
-    """A bit of the index hid a session: it was not listed, and nothing was said."""
-    path, prompt = tmp_path / "rows.db", b"a prompt of its own"
+def test_an_altered_key_in_the_table_or_its_index_is_an_error(tmp_path: Path, place: int) -> None:
+    """An altered index could hide a session without an error."""
+    path, prompt = tmp_path / "rows.db", b"a unique prompt"
     with SqliteStore(path) as store:
         store.append([finished(key(prompt.decode(), 0), tokens(2))])
         round = key("p", 0).round

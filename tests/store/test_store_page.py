@@ -1,4 +1,4 @@
-"""docs/store.md: its Python runs, and its queries are answered by the sqlite3 shell."""
+"""docs/store.md: its Python code runs, and its queries work in the sqlite3 shell."""
 
 import shutil
 import sqlite3
@@ -17,16 +17,16 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the page's first block was run."""
+    """The folder in which the first code block of the page was run."""
     subprocess.run([sys.executable, "-c", blocks("python")[0]], cwd=tmp_path, check=True)
     return tmp_path
 
 
 def test_arrays_are_read_back_without_the_store(folder: Path) -> None:
-    told = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=folder, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    assert "input_ids int64 (12,)" in told.stdout
-    assert "teacher_log_probs float32 (10,)" in told.stdout
+    done = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "input_ids int64 (12,)" in done.stdout
+    assert "teacher_log_probs float32 (10,)" in done.stdout
 
 
 def test_the_queries_work(folder: Path) -> None:
@@ -38,6 +38,6 @@ def test_the_queries_work(folder: Path) -> None:
         answers.append(connection.execute(query).fetchall())
         connection.close()
         if shutil.which("sqlite3"):
-            told = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
-            assert len(told.stdout.splitlines()) == len(answers[-1])
+            done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
+            assert len(done.stdout.splitlines()) == len(answers[-1])
     assert answers == [[(0, 1, 0.5)], [], [(0, "agent", 10)]]

@@ -1,6 +1,6 @@
-"""TransferQueue on a real Ray passes what every store passes, and what it is known to hide is an error here.
+"""The TransferQueue store on a real Ray passes the conformance suite; faults that TransferQueue hides are errors.
 
-One Ray serves this file and test_transfer_queue_processes.py, which runs after it, since it kills parts of it.
+One Ray serves this file and test_transfer_queue_processes.py, which runs after it because it kills parts of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from time import sleep
 
 import pytest
 
-from raggedright.store import ray_link, ray_start
-from raggedright.store.protocol import StoreError
+from raggedright.store import ray_queue
+from raggedright.store.session_store import StoreError
 from raggedright.store.transfer_queue import TransferQueueStore
 from store.conformance import *  # noqa: F403
 from store.values import finished, key, keys_in, row, same, tokens
@@ -40,18 +40,19 @@ def test_everything_listens_on_loopback_only(owner: TransferQueueStore) -> None:
     assert listening == {"127.0.0.1"}
 
 
-def test_too_few_cpus_are_an_error_before_the_start(owner: TransferQueueStore) -> None:
-    """TransferQueue 0.1.11 waits for ever where Ray has too few CPUs for its actors."""
+def test_too_few_cpus_and_a_slow_start_are_errors(owner: TransferQueueStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransferQueue 0.1.11 waits forever if Ray has too few CPUs for its actors."""
     import ray
 
     with pytest.raises(StoreError, match="needs 101 CPUs as Ray counts them"):
-        ray_start._check_cpus(ray, 100)
+        ray_queue._check_cpus(ray, 100)
+    monkeypatch.setattr(ray_queue, "_init_queue", lambda storage_units: sleep(1))
     with pytest.raises(StoreError, match=r"did not start in 0\.1 s"):
-        ray_start._in_time(lambda: sleep(1), 0.1)
+        ray_queue._start_queue(2, 0.1)
 
 
-def test_a_key_in_transfer_queue_is_of_one_round_and_attempt(store: TransferQueueStore, run: str) -> None:
-    """The origin's `{uid}_{session}_{trajectory}` comes again in every round, and in every attempt."""
+def test_a_key_in_transfer_queue_includes_the_round_and_the_attempt(store: TransferQueueStore, run: str) -> None:
+    """verl's `{uid}_{session}_{trajectory}` is the same in every round and attempt."""
     import transfer_queue
 
     for round, attempt in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -63,7 +64,7 @@ def test_a_key_in_transfer_queue_is_of_one_round_and_attempt(store: TransferQueu
     assert [int(fields["input_ids"][0]) for fields in store.read(keys)] == [0, 1, 10, 11]
 
 
-def test_rows_that_are_gone_from_transfer_queue_are_an_error(store: TransferQueueStore, run: str) -> None:
+def test_rows_missing_from_transfer_queue_are_an_error(store: TransferQueueStore, run: str) -> None:
     """TransferQueue 0.1.11 returns fewer rows."""
     import transfer_queue
 
@@ -89,10 +90,10 @@ def test_a_row_that_was_overwritten_in_transfer_queue_is_an_error(store: Transfe
 
 @contextmanager
 def meanwhile(do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Do this once, between a store's question to the index and its call to TransferQueue."""
-    call, todo = ray_link.Link.queue, [do]
+    """Do this once, between a store's call to the sessions actor and its call to TransferQueue."""
+    call, todo = ray_queue.QueueLink.call_queue, [do]
 
-    def queue(*args):
+    def call_queue(*args):
         if todo:
             try:
                 todo.pop()()
@@ -102,11 +103,11 @@ def meanwhile(do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Iter
         return call(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ray_link.Link, "queue", queue)
+        patch.setattr(ray_queue.QueueLink, "call_queue", call_queue)
         yield
 
 
-def test_a_write_that_is_overtaken_by_a_drop_leaves_nothing(
+def test_a_write_to_a_round_that_is_dropped_meanwhile_leaves_nothing(
     store: TransferQueueStore, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transfer_queue
@@ -119,7 +120,7 @@ def test_a_write_that_is_overtaken_by_a_drop_leaves_nothing(
     assert same(store.read([row(key("next", round=1))])[0], tokens(2).fields)
 
 
-def test_a_read_that_is_overtaken_by_a_drop_is_an_error(
+def test_a_read_of_a_round_that_is_dropped_meanwhile_is_an_error(
     store: TransferQueueStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.append([finished(key(), tokens(4))])
@@ -132,14 +133,14 @@ def test_a_read_that_is_overtaken_by_a_drop_is_an_error(
         store.read([row(key())])
 
 
-def test_a_failed_write_changes_nothing_and_can_be_tried_again(
+def test_a_failed_write_changes_nothing_and_can_be_repeated(
     store: TransferQueueStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
-        raise StoreError("cut off")
+        raise StoreError("unreachable")
 
     store.append([finished(key(), tokens(1))])
-    with meanwhile(fail, monkeypatch), pytest.raises(StoreError, match="cut off"):
+    with meanwhile(fail, monkeypatch), pytest.raises(StoreError, match="unreachable"):
         store.append([finished(key("q"), tokens(5))])
     assert keys_in(store) == [key()]
     store.append([finished(key("q"), tokens(2))])

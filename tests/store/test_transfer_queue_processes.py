@@ -1,6 +1,6 @@
-"""Processes that use one TransferQueue: killed clients, two that start at once, an owner that ends, dead actors.
+"""Several processes with one TransferQueue: killed clients, simultaneous starts, an owner that ends, dead actors.
 
-These tests end parts of the Ray that all others use, so they run last, in the order they stand in.
+These tests end parts of the Ray that the other tests use, so they run last, in the order of this file.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raggedright.store import ray_link
-from raggedright.store.protocol import StoreError
+from raggedright.store import ray_queue
+from raggedright.store.session_store import StoreError
 from raggedright.store.transfer_queue import TransferQueueStore
 from store import crashes
 from store.values import failed, finished, key, keys_in, row, same, tokens
@@ -35,27 +35,27 @@ def store(run: str) -> TransferQueueStore:
 
 KILLED = """
 import os, signal, sys
-import raggedright.store.ray_link as ray_link
+from raggedright.store.ray_queue import QueueLink
 from raggedright.store.transfer_queue import TransferQueueStore
 from store.values import finished, key, tokens
 
 address, run = sys.argv[1:]
 store = TransferQueueStore(address, run=run)
 store.append([finished(key("whole"), tokens(3), tokens(4))])
-ask = ray_link.Link.ask
+call_actor = QueueLink.call_actor
 
-def killed(self, run, method, *args):
+def killed(self, run, method, *args, timeout):
     if method == "commit":
         os.kill(os.getpid(), signal.SIGKILL)
-    return ask(self, run, method, *args)
+    return call_actor(self, run, method, *args, timeout=timeout)
 
-ray_link.Link.ask = killed
+QueueLink.call_actor = killed
 store.append([finished(key("half"), tokens(5), tokens(6))])
 """
 
 
-def test_a_client_that_is_killed_in_a_put_leaves_nothing_to_see(store: TransferQueueStore, run: str) -> None:
-    """TransferQueue 0.1.11 lists its keys for ever."""
+def test_a_client_that_is_killed_during_an_append_leaves_nothing_visible(store: TransferQueueStore, run: str) -> None:
+    """TransferQueue 0.1.11 lists its keys forever."""
     import transfer_queue
 
     env = {**os.environ, "PYTHONPATH": TESTS}
@@ -68,25 +68,25 @@ def test_a_client_that_is_killed_in_a_put_leaves_nothing_to_see(store: TransferQ
         store.wait(0, [("half", 0)], timeout=0)
     store.append([finished(key("half"), tokens(1))])
     store.drop(0)
-    assert f"{run}/0" in transfer_queue.kv_list(), "a late put may still come, so nothing is cleared yet"
+    assert f"{run}/0" in transfer_queue.kv_list(), "a late put may still arrive, so nothing is cleared yet"
     store.give_up_writes()
     assert f"{run}/0" not in transfer_queue.kv_list()
 
 
 @pytest.mark.parametrize(
-    ("turns", "whats"),
+    ("turns", "modes"),
     [(1, ["write", "write", "read"]), pytest.param(5, ["write"] * 3, marks=pytest.mark.slow)],
-    ids=["once", "often"],
+    ids=["once", "five times"],
 )
-def test_clients_that_are_killed_at_any_moment_lose_nothing_that_was_reported(
-    store: TransferQueueStore, run: str, tmp_path: Path, turns: int, whats: list[str]
+def test_clients_that_are_killed_at_any_moment_lose_no_logged_session(
+    store: TransferQueueStore, run: str, tmp_path: Path, turns: int, modes: list[str]
 ) -> None:
-    """TransferQueue 0.1.11 lists the keys of a client that was killed in a put for ever."""
+    """TransferQueue 0.1.11 lists the keys of a client that was killed during a put forever."""
     import transfer_queue
 
-    chance = random.Random(turns)
+    rng = random.Random(turns)
     for turn in range(turns):
-        crashes.run_and_kill(f"queue {store.address} {run}", tmp_path, 10 * turn, whats, chance)
+        crashes.run_and_kill(f"queue {store.address} {run}", tmp_path, 10 * turn, modes, rng)
         crashes.compare(store, tmp_path)
     for log in tmp_path.glob("log *"):
         stopped_at = key(f"writer {log.name.removeprefix('log ')}", len(log.read_text().split()) + 1, 1, round=7)
@@ -98,19 +98,20 @@ def test_clients_that_are_killed_at_any_moment_lose_nothing_that_was_reported(
     assert f"{run}/7" not in transfer_queue.kv_list()
 
 
-def test_what_is_dead_is_reported_in_seconds(store: TransferQueueStore, started: list[TransferQueueStore]) -> None:
-    """TransferQueue 0.1.11 waits ten minutes for a storage unit and for ever for its controller."""
-    actors, many = store._link.actors, range(64)  # on both units, whatever indexes they get
+def test_a_dead_actor_is_reported_within_seconds(store: TransferQueueStore, started: list[TransferQueueStore]) -> None:
+    """TransferQueue 0.1.11 waits ten minutes for a storage unit, and forever for its controller."""
+    actors, many = ray_queue.queue_actors(), range(64)  # enough rows for both units
     store.append([finished(key(), *[tokens(1) for _ in many])])
 
-    end(actors[f"{ray_link.STORAGE_UNIT}0"])
-    lost = f"{ray_link.STORAGE_UNIT}0 is dead and its rows are lost"
-    says(lost, lambda: store.read([row(key(), i) for i in many]))
-    says(lost, lambda: store.append([finished(key("q"), *[tokens(1) for _ in many])]))
+    end(actors[f"{ray_queue.STORAGE_UNIT}0"])
+    lost = f"{ray_queue.STORAGE_UNIT}0 is dead and its rows are lost"
+    expect_error(lost, lambda: store.read([row(key(), i) for i in many]))
+    expect_error(lost, lambda: store.append([finished(key("q"), *[tokens(1) for _ in many])]))
 
-    end(actors[ray_link.CONTROLLER])
-    says(
-        f"{ray_link.CONTROLLER}.* is dead and nothing can be put", lambda: store.append([finished(key("r"), tokens(1))])
+    end(actors[ray_queue.CONTROLLER])
+    expect_error(
+        f"{ray_queue.CONTROLLER}.* is dead and nothing can be written",
+        lambda: store.append([finished(key("r"), tokens(1))]),
     )
     assert keys_in(store) == [key()]
 
@@ -121,14 +122,14 @@ def test_what_is_dead_is_reported_in_seconds(store: TransferQueueStore, started:
         lambda: store.wait(0, [("p", 0)], timeout=60),
     )
     for use in uses:
-        says("RaggedRightSessions is dead", use)
-    end(actors[f"{ray_link.STORAGE_UNIT}1"])
-    started.pop()  # whichever test comes next starts anew, on the same Ray
+        expect_error("RaggedRightSessions is dead", use)
+    end(actors[f"{ray_queue.STORAGE_UNIT}1"])
+    started.pop()  # the next test starts a new store, on the same Ray
 
 
 @contextmanager
 def ending(actor: Any) -> Iterator[None]:
-    """Wait until an actor's process is gone: ray.kill returns before, and what still lives still answers."""
+    """Wait until an actor's process has ended: ray.kill returns earlier, and a live process still answers."""
     import ray
 
     process = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30))
@@ -143,36 +144,36 @@ def end(actor: Any) -> None:
         ray.kill(actor)
 
 
-def says(what: str, use: Callable[[], object]) -> None:
+def expect_error(match: str, use: Callable[[], object]) -> None:
     began = monotonic()
-    with pytest.raises(StoreError, match=what):
+    with pytest.raises(StoreError, match=match):
         use()
     assert monotonic() - began < 8
 
 
 CLIENT = """
 import json, sys
-from raggedright.store.protocol import StoreError
+from raggedright.store.session_store import StoreError
 from raggedright.store.transfer_queue import TransferQueueStore
 from store.values import finished, key, tokens
 
 address, run = sys.argv[1:]
 print("null", flush=True)
 for line in sys.stdin:
-    do, answer = line.strip(), None
+    command, answer = line.strip(), None
     try:
-        if do == "open":
+        if command == "open":
             store = TransferQueueStore(address, run=run)
             answer = store._owns
-        elif do == "start":
+        elif command == "start":
             store = TransferQueueStore(run=run)
             answer = store._owns
-        elif do == "close":
+        elif command == "close":
             store.close()
-        elif do == "list":
+        elif command == "list":
             answer = store.sessions(0).prompt.tolist()
         else:
-            store.append([finished(key(do), tokens(2))])
+            store.append([finished(key(command), tokens(2))])
     except StoreError as error:
         answer = str(error)
     print(json.dumps(answer), flush=True)
@@ -180,32 +181,32 @@ for line in sys.stdin:
 
 
 class Client:
-    """A process that does with a store what it is told."""
+    """A process that executes commands on a store."""
 
     def __init__(self, address: str, run: str) -> None:
         command = [sys.executable, "-c", CLIENT, address, run]
         env = {**os.environ, "PYTHONPATH": TESTS, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
-    def tell(self, do: str) -> None:
+    def send(self, command: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{do}\n")
+        self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
 
-    def hear(self) -> object:
+    def receive(self) -> object:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
-    def ask(self, do: str) -> object:
-        self.tell(do)
-        return self.hear()
+    def ask(self, command: str) -> object:
+        self.send(command)
+        return self.receive()
 
 
 @pytest.mark.slow
-def test_when_the_owner_ends_its_ray_the_others_say_so_and_can_start_one_of_their_own(
+def test_when_the_owner_ends_its_ray_the_others_report_it_and_can_start_their_own(
     started: list[TransferQueueStore],
 ) -> None:
-    """Ray 2.60 waits a minute for one that ended, and then ends the process."""
+    """Ray 2.60 waits a minute for a Ray that ended, and then ends the process."""
     import ray
 
     if started:
@@ -213,12 +214,12 @@ def test_when_the_owner_ends_its_ray_the_others_say_so_and_can_start_one_of_thei
     ray.shutdown()
     owner = TransferQueueStore(run="run of two")
     address, other = owner.address, Client(owner.address, "run of two")
-    assert [other.hear(), other.ask("open"), other.ask("a")] == [None, False, None]
+    assert [other.receive(), other.ask("open"), other.ask("a")] == [None, False, None]
     with ending(owner._link.sessions):
         owner.close()
     began = monotonic()
     assert "RaggedRightSessions is dead" in str(other.ask("list"))
-    assert f"nobody listens at {address}" in str(other.ask("open"))
+    assert f"nothing is listening at {address}" in str(other.ask("open"))
     assert monotonic() - began < 20
     assert [other.ask("start"), other.ask("list")] == [True, []]
     other.process.communicate(timeout=60)
@@ -230,28 +231,28 @@ def clients(started: list[TransferQueueStore]) -> Iterator[list[Client]]:
     import ray
 
     if not started and not ray.is_initialized():
-        started.append(TransferQueueStore(run="for its Ray"))
+        started.append(TransferQueueStore(run="starts Ray"))
     if started:
-        started[0]._link.started_ray = False  # it goes on
+        started[0]._link.started_ray = False  # keep Ray running
         started.pop().close()
     address = ray.get_runtime_context().gcs_address
     both = [Client(address, "run of two") for _ in range(2)]
-    assert [client.hear() for client in both] == [None, None]
+    assert [client.receive() for client in both] == [None, None]
     yield both
     for client in both:
         client.process.communicate(timeout=60)
 
 
 @pytest.mark.slow
-def test_of_two_that_start_at_once_one_owns_it_and_when_it_ends_the_others_say_so_and_start_anew(
+def test_of_two_processes_one_owns_the_queue_and_when_it_ends_the_others_report_it_and_start_a_new_one(
     clients: list[Client],
 ) -> None:
-    """TransferQueue 0.1.11 leaves the others hanging."""
+    """With TransferQueue 0.1.11 the others hang."""
     import ray
 
     for client in clients:
-        client.tell("open")
-    owns = [client.hear() for client in clients]
+        client.send("open")
+    owns = [client.receive() for client in clients]
     assert sorted(owns) == [False, True]  # type: ignore[type-var]
     owner, other = clients if owns[0] else reversed(clients)
     assert [owner.ask("a"), other.ask("b")] == [None, None]
@@ -260,7 +261,7 @@ def test_of_two_that_start_at_once_one_owns_it_and_when_it_ends_the_others_say_s
 
     with ending(mine._link.sessions):
         assert owner.ask("close") is None
-    says("RaggedRightSessions is dead", lambda: mine.sessions(0))
+    expect_error("RaggedRightSessions is dead", lambda: mine.sessions(0))
     assert "RaggedRightSessions is dead" in str(other.ask("list"))
 
     assert other.ask("open") is True

@@ -1,4 +1,4 @@
-"""Sessions for the tests of stores, and how two rows are compared: names, dtypes, shapes and bits."""
+"""Sessions for the tests of stores, and an exact comparison of rows: names, dtypes, shapes and bits."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raggedright.sessions import RowKey, Session, SessionKey, Trajectory
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 
 VALUES: dict[str, NDArray] = {
     "routed_experts": np.arange(24, dtype=np.uint8).reshape(4, 3, 2),
@@ -23,20 +23,20 @@ VALUES: dict[str, NDArray] = {
 
 
 def same(a: Mapping[str, NDArray], b: Mapping[str, NDArray]) -> bool:
-    """Whether two rows have the same arrays to the last bit."""
+    """Whether two rows have identical arrays."""
     return a.keys() == b.keys() and all(
         a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and a[n].tobytes() == b[n].tobytes() for n in a
     )
 
 
-def tokens(count: int, *, start: int = 0, **changes: object) -> Trajectory:
-    """A trajectory of `count` response tokens after one token of the prompt."""
-    usual = {
+def tokens(count: int, *, start: int = 0, **fields: object) -> Trajectory:
+    """A trajectory with one prompt token and `count` response tokens."""
+    defaults = {
         "input_ids": np.arange(start, start + count + 1),
         "response_mask": np.ones(count, dtype=np.int64),
         "rollout_log_probs": np.linspace(-3, 0, count, dtype=np.float32),
     }
-    return Trajectory(**{**usual, **changes})  # pyright: ignore[reportArgumentType]
+    return Trajectory(**{**defaults, **fields})  # pyright: ignore[reportArgumentType]
 
 
 def key(prompt: str = "p", session: int = 0, attempt: int = 0, *, round: int = 0) -> SessionKey:
@@ -56,6 +56,6 @@ def row(of: SessionKey, trajectory: int = 0) -> RowKey:
 
 
 def keys_in(store: Store, *rounds: int) -> list[SessionKey]:
-    """The sessions that a store lists."""
+    """The keys of the sessions that a store lists."""
     tables = [store.sessions(round) for round in rounds or (0,)]
     return [table.session_key(i) for table in tables for i in range(len(table))]

@@ -2,6 +2,7 @@
 """The trainer's steps on rows in a real TransferQueue: padding rows, advantages, metrics, ledger, rows on disk."""
 
 import math
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from stored import Ranks, make_config, make_trainer, put_sessions, ragged_sessio
 from verl.trainer.ppo.core_algos import AdvantageEstimator, get_adv_estimator_fn
 
 from raggedright import ConfigError, Layout, Rows, Scores, make_plan, session_advantages
-from raggedright.verl.queue import fields_by_key, get_field, get_row
+from raggedright.verl.queue import get_field, get_row, rows_by_field
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("queue")]
 TEN_ROWS = [("p0", i, [(3, 5)] * (10 if i == 0 else 1), float(i == 0)) for i in range(4)]
@@ -42,7 +43,7 @@ def test_padding_rows_have_every_field_of_the_real_ones(kind, tmp_path):
     whole, metrics = run_steps(make_trainer(make_config(tmp_path), Ranks(4)), batch)
     padding = whole.keys[len(batch) :]
     assert len(padding) == metrics["ledger/total/padding_rows"] == -len(batch) % 8
-    assert len(set(fields_by_key(whole).values())) == 1
+    assert {len(positions) for positions in rows_by_field(whole).values()} == {len(whole)}
     row = get_row(whole, padding[-1])
     assert row["input_ids"].tolist() == [1, 1]
     assert row["surprise"].shape == (1, 3)
@@ -61,6 +62,28 @@ def test_fields_that_only_some_rows_have_are_in_padding_rows_too(tmp_path):
     whole = make_trainer(make_config(tmp_path), Ranks(8))._balance_batch(routed, {})
     assert len(whole) > len(routed)
     assert get_row(whole, whole.keys[-1])["routed_experts"].shape == (2, 2, 3)
+
+
+def test_a_batch_is_planned_while_agent_loops_write_other_rows(tmp_path):
+    """In the asynchronous modes, TransferQueue 0.1.11 cannot copy its dictionaries while rows are written."""
+    others, stop = [], Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            others.append(put_sessions(ragged_sessions(2), extra=len(others) % 2 == 0))
+
+    trainer, writer = make_trainer(make_config(tmp_path), Ranks(4)), Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        for seed in range(6):
+            batch = put_sessions(ragged_sessions(seed=seed))
+            whole, _ = run_steps(trainer, batch)
+            assert {len(positions) for positions in rows_by_field(whole).values()} == {len(whole)}
+    finally:
+        stop.set()
+        writer.join()
+    assert len(others) > 6
+    tq.kv_clear(keys=[key for other in others for key in other.keys], partition_id="train")
 
 
 def test_padding_rows_are_as_long_as_context_parallel_needs(tmp_path):

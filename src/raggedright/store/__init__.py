@@ -1,1 +1,1 @@
-"""Where agent runs leave their rows and ranks fetch them: one protocol, three backends."""
+"""Session stores: agents append sessions, ranks read their rows. One interface, three backends."""

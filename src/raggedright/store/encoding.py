@@ -1,13 +1,13 @@
-"""A session as text and bytes: what a table lists of it as JSON, and each row's arrays in safetensors' format.
+"""Encode a session as text and bytes: the columns of a SessionTable as JSON, the arrays of each row as safetensors.
 
-Every text and every value has a digest over itself, its key and the run's id, so that whatever was altered, mixed up or
-copied from another run is an error when it is read. Nothing here can run code: no pickle.
+Each text and each value has a digest over itself, its key and the run's id, so anything that was altered, mixed up or
+copied from another run is an error when it is read. Decoding cannot run code: there is no pickle.
 """
 
 import json
 from collections.abc import Collection, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -24,69 +24,83 @@ from raggedright.sessions import (
     make_table,
     row_lines,
 )
-from raggedright.store.protocol import StoreError, choose
+from raggedright.store.session_store import StoreError
 
 DIGEST_BYTES = 16
+T = TypeVar("T")
+TableLine = tuple[SessionKey, str, bytes]  # key, text and digest of a session
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-class EncodedSession(NamedTuple):
-    """A session as stores keep it."""
+class EncodedSession(NamedTuple, Generic[T]):
+    """A session as stores keep it; `rows` has the value of each row, or a reference to where it is stored."""
 
     key: SessionKey
-    text: str  # score, cause, metrics and what a table lists of its rows, as JSON
+    text: str  # score, cause, metrics and the table columns of its rows, as JSON
     digest: bytes
-    values: list[bytes]  # one per row
-    digests: list[bytes]
+    rows: Sequence[T]
+    row_digests: Sequence[bytes]
 
 
-def encode_session(run: str, session: Session) -> EncodedSession:
-    """The session as text and bytes; a SessionError names what cannot be recorded."""
+def encode_session(run: str, session: Session) -> EncodedSession[bytes]:
+    """The session as text and bytes; a SessionError says what cannot be recorded."""
     check_session(session)
     key = SessionKey(*session.key)
     text = _to_json([session.score, session.cause, {**session.metrics}, row_lines(session)])
-    values = [save({name: _plain(array) for name, array in t.fields.items()}) for t in session.trajectories]
-    digests = [digest_of(run, RowKey(*key, i), value) for i, value in enumerate(values)]
-    return EncodedSession(key, text, digest_of(run, key, text), values, digests)
+    rows = [save({name: _native(array) for name, array in t.fields.items()}) for t in session.trajectories]
+    row_digests = [digest_of(run, RowKey(*key, i), value) for i, value in enumerate(rows)]
+    return EncodedSession(key, text, digest_of(run, key, text), rows, row_digests)
 
 
-def _plain(array: NDArray) -> NDArray:
-    """The array in one piece and in this machine's byte order, as safetensors takes it."""
+def _native(array: NDArray) -> NDArray:
+    """The array contiguous and in this machine's byte order, as safetensors requires."""
     return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
 
 
-def decode_table(run: str, round: int, found: Sequence[tuple[SessionKey, str, bytes]]) -> SessionTable:
-    """The table of sessions given as keys, texts and digests, in the order of their keys."""
-    lines: list[SessionLine] = []
+def decode_table(run: str, round: int, lines: Sequence[TableLine], *, every_attempt: bool) -> SessionTable:
+    """The table of sessions given in the order of their keys: the last attempt of each, or all."""
+    if not every_attempt:
+        lines = [*{line[0][1:3]: line for line in lines}.values()]
+    session_lines: list[SessionLine] = []
     rows: list[Sequence[RowLine]] = []
-    for key, text, digest in found:
+    for key, text, digest in lines:
         check_digest(run, key, text, digest)
-        score, cause, metrics, of_rows = json.loads(text)
-        lines.append((key.prompt, key.session, key.attempt, score, cause, metrics))
-        rows.append(of_rows)
-    return make_table(round, lines, rows)
+        score, cause, metrics, rows_of_session = json.loads(text)
+        session_lines.append((key.prompt, key.session, key.attempt, score, cause, metrics))
+        rows.append(rows_of_session)
+    return make_table(round, session_lines, rows)
 
 
 def decode_row(
     run: str, key: RowKey, value: bytes, digest: bytes, fields: Collection[str] | None
 ) -> dict[str, NDArray]:
-    """The arrays of a row."""
+    """The arrays of a row: the named fields, all of which it must have, or all of its fields."""
     check_digest(run, key, value, digest)
     try:
         row = load(value)
-    except SafetensorError as error:  # written by another version, since its digest is right
+    except SafetensorError as error:  # its digest is right, so another version wrote it
         raise StoreError(f"{key}: cannot be read: {error}") from None
-    return choose(key, row, fields)
+    if fields is None:
+        return row
+    for name in fields:
+        if name not in row:
+            raise StoreError(f"{key}: has no field {name}; it has {', '.join(row)}")
+    return {name: row[name] for name in fields}
+
+
+def is_finished(text: str) -> bool:
+    """Whether the text of a session says that it finished: its cause is empty."""
+    return json.loads(text)[1] == ""
 
 
 def digest_of(run: str, key: SessionKey | RowKey, data: bytes | str) -> bytes:
-    """What shows that data is this key's, of this run, and as it was written."""
+    """A digest that depends on the data, its key and the run."""
     name = repr((run, *key)).encode("utf-8", "backslashreplace")
     return sha256(b"\0".join((name, data.encode() if isinstance(data, str) else data))).digest()[:DIGEST_BYTES]
 
 
 def check_digest(run: str, key: SessionKey | RowKey, data: object, digest: object) -> None:
-    """A StoreError if the data is not what was written under this key by this run; a damaged file has any types."""
+    """Raise unless this run wrote this data under this key; in a damaged file the data can have any type."""
     if not isinstance(data, bytes | str) or digest_of(run, key, data) != digest:
         raise StoreError(
             f"{key}: does not match its checksum; it was altered, or copied from another run: restore a copy of the "

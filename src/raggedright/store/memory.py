@@ -1,80 +1,122 @@
-"""A store in this process's memory: for evaluation, for tests, and for one rank without resume."""
+"""A store in the memory of this process: for evaluation, for tests, and for one rank without resume.
+
+`SessionIndex` is also what the actor of the TransferQueue store keeps.
+"""
 
 from collections.abc import Collection, Sequence
 from threading import Lock
+from typing import Generic
 
 from numpy.typing import NDArray
 
 from raggedright.sessions import RowKey, Session, SessionKey, SessionTable
-from raggedright.store.encoding import EncodedSession, decode_row, decode_table, encode_session
-from raggedright.store.protocol import Store, StoreError, already_recorded, last_attempts, round_dropped, row_missing
+from raggedright.store.encoding import (
+    EncodedSession,
+    T,
+    TableLine,
+    decode_row,
+    decode_table,
+    encode_session,
+    is_finished,
+)
+from raggedright.store.session_store import Store, StoreError, already_recorded, round_dropped, row_missing
+
+_RUN = ""  # digests need a run id; a store in memory has only its own run
+
+
+class SessionIndex(Generic[T]):
+    """The recorded sessions by round and key; T is what is kept of a row: its value, or where that is stored."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, dict[SessionKey, EncodedSession[T]]] = {}
+        self._dropped = -1
+
+    def check_new(self, keys: Sequence[SessionKey]) -> None:
+        """Raise if one of these keys cannot be added."""
+        new: set[SessionKey] = set()
+        for key in keys:
+            if key.round <= self._dropped:
+                raise round_dropped(key, self._dropped)
+            if key in new or key in self._sessions.get(key.round, {}):
+                raise already_recorded(key)
+            new.add(key)
+
+    def add(self, sessions: Sequence[EncodedSession[T]]) -> None:
+        """Add sessions, all of them or none."""
+        self.check_new([session.key for session in sessions])
+        for session in sessions:
+            self._sessions.setdefault(session.key.round, {})[session.key] = session
+
+    def lines(self, round: int) -> list[TableLine]:
+        """The table lines of a round, in the order of their keys."""
+        return sorted((each.key, each.text, each.digest) for each in self._sessions.get(round, {}).values())
+
+    def rounds(self) -> dict[int, int]:
+        """The number of finished sessions of each round that has any."""
+        finished = {r: sum(is_finished(each.text) for each in self._sessions[r].values()) for r in self._sessions}
+        return {round: finished[round] for round in sorted(finished) if finished[round]}
+
+    def find(self, keys: Sequence[RowKey]) -> list[tuple[T, bytes]]:
+        """What is kept of each of these rows, and its digest."""
+        rows = []
+        for key in keys:
+            if key.round <= self._dropped:
+                raise round_dropped(key, self._dropped)
+            session = self._sessions.get(key.round, {}).get(key.of_session)
+            if session is None or not 0 <= key.trajectory < len(session.rows):
+                raise row_missing(key, session_exists=session is not None)
+            rows.append((session.rows[key.trajectory], session.row_digests[key.trajectory]))
+        return rows
+
+    def drop(self, round: int) -> list[int]:
+        """Delete a round and those before it; returns the rounds that had sessions."""
+        self._dropped = max(self._dropped, round)
+        dropped = [number for number in self._sessions if number <= self._dropped]
+        for number in dropped:
+            del self._sessions[number]
+        return dropped
 
 
 class MemoryStore(Store):
-    """Sessions in a dictionary, encoded as the other stores keep them, so that nobody can change what was appended."""
+    """Sessions in a dictionary, encoded as in the other stores, so that callers cannot change what they appended."""
 
-    def __init__(self, run: str = "") -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._lock = Lock()
-        self._sessions: dict[int, dict[SessionKey, EncodedSession]] = {}
-        self._dropped = -1
-        self._closed = False
+        self._index: SessionIndex[bytes] | None = SessionIndex()
 
     def append(self, sessions: Sequence[Session]) -> None:
         """Record sessions, all of them or none."""
-        encoded = [encode_session(self._run, session) for session in sessions]
+        encoded = [encode_session(_RUN, session) for session in sessions]
         with self._lock:
-            self._check_open()
-            new: dict[SessionKey, EncodedSession] = {}
-            for each in encoded:
-                if each.key.round <= self._dropped:
-                    raise round_dropped(each.key, self._dropped)
-                if each.key in new or each.key in self._sessions.get(each.key.round, {}):
-                    raise already_recorded(each.key)
-                new[each.key] = each
-            for key, each in new.items():
-                self._sessions.setdefault(key.round, {})[key] = each
+            self._opened().add(encoded)
 
     def sessions(self, round: int, *, every_attempt: bool = False) -> SessionTable:
         """The sessions of a round."""
         with self._lock:
-            self._check_open()
-            found = sorted(self._sessions.get(round, {}).items())
-        lines = [(key, each.text, each.digest) for key, each in found]
-        return decode_table(self._run, round, lines if every_attempt else last_attempts(lines))
+            lines = self._opened().lines(round)
+        return decode_table(_RUN, round, lines, every_attempt=every_attempt)
 
     def rounds(self) -> dict[int, int]:
-        """The rounds that have finished sessions, and how many."""
+        """The number of finished sessions of each round that has any."""
         with self._lock:
-            rounds = sorted(self._sessions)
-        return {round: n for round in rounds if (n := int((~self.sessions(round).failed).sum()))}
+            return self._opened().rounds()
 
     def read(self, keys: Sequence[RowKey], fields: Collection[str] | None = None) -> list[dict[str, NDArray]]:
         """The arrays of these rows."""
-        found = []
         with self._lock:
-            self._check_open()
-            for key in keys:
-                if key.round <= self._dropped:
-                    raise round_dropped(key, self._dropped)
-                session = self._sessions.get(key.round, {}).get(key.of_session)
-                if session is None or not 0 <= key.trajectory < len(session.values):
-                    raise row_missing(key, known=session is not None)
-                found.append((key, session.values[key.trajectory], session.digests[key.trajectory]))
-        return [decode_row(self._run, key, value, digest, fields) for key, value, digest in found]
+            rows = self._opened().find(keys)
+        return [decode_row(_RUN, key, *row, fields) for key, row in zip(keys, rows, strict=True)]
 
     def drop(self, round: int) -> None:
         """Delete a round and those before it."""
         with self._lock:
-            self._check_open()
-            self._dropped = max(self._dropped, round)
-            self._sessions = {number: each for number, each in self._sessions.items() if number > self._dropped}
+            self._opened().drop(round)
 
     def close(self) -> None:
         """Release the memory."""
-        with self._lock:
-            self._closed, self._sessions = True, {}
+        self._index = None
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _opened(self) -> SessionIndex[bytes]:
+        if self._index is None:
             raise StoreError("the store in memory is closed; make another one")
+        return self._index

@@ -3,46 +3,45 @@
 What is appended together is one transaction, on disk (synchronous = FULL) when `append` returns. Everything is encoded
 before the file is locked, so that writers wait for each other as little as possible.
 
-Note: `drop` first moves a watermark, which hides the rounds at once and for good, and then deletes their sessions a few
-at a time, so that no writer waits long; if it is killed on the way, the next `drop` completes it. The file does not
-get shorter: later rounds use the free pages. `sqlite3 rows.db VACUUM` shortens a file that is not open.
+Note: `drop` first moves a watermark, which hides the rounds immediately and permanently, and then deletes their
+sessions in small transactions, so that no writer waits long; if it is killed in between, the next `drop` completes it.
+The file does not shrink: later rounds use the free pages. `sqlite3 rows.db VACUUM` shrinks a file that is not open.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
 from sqlite3 import Connection, IntegrityError
-from typing import TypeVar
 from uuid import uuid4
 
 from numpy.typing import NDArray
 
 from raggedright.sessions import MOST_TRAJECTORIES, RowKey, Session, SessionKey, SessionTable
 from raggedright.store.encoding import decode_row, decode_table, encode_session
-from raggedright.store.protocol import Store, StoreError, already_recorded, last_attempts, round_dropped, row_missing
+from raggedright.store.session_store import Store, StoreError, already_recorded, round_dropped, row_missing
 from raggedright.store.sqlite_file import Database
 
-KEYS_PER_STATEMENT = 64
+KEYS_PER_QUERY = 64
 SESSIONS_PER_DELETE = 64
-_T = TypeVar("_T")
 
 _APPEND = "INSERT INTO log (id, round, prompt, session, attempt, text, digest) VALUES (?, ?, ?, ?, ?, ?, ?)"
 _SESSIONS = """SELECT round, prompt, session, attempt, text, digest FROM log WHERE round = ?
   ORDER BY prompt, session, attempt"""
 _FINISHED = """SELECT round, count(*) FROM log
   WHERE round > ? AND json_extract(text, '$[1]') = '' GROUP BY round"""
-# CROSS JOIN makes SQLite look up each key in turn.
-_FIND = """WITH k (i, round, prompt, session, attempt) AS (VALUES {})
-  SELECT k.i, log.id, json_array_length(log.text, '$[3]')
-  FROM k CROSS JOIN log USING (round, prompt, session, attempt)"""
+# CROSS JOIN makes SQLite look up one key after the other.
+_ROWS = f"""WITH k (i, round, prompt, session, attempt, trajectory) AS (VALUES {{}})
+  SELECT k.i, coalesce(json_array_length(log.text, '$[3]'), 0), arrays.value, arrays.digest
+  FROM k CROSS JOIN log USING (round, prompt, session, attempt)
+  LEFT JOIN arrays ON arrays.id = log.id * {MOST_TRAJECTORIES} + k.trajectory"""
 
 
 class SqliteStore(Store):
-    """A store in one file, which is made if it is not there; waits up to `busy_timeout` seconds for other writers.
+    """A store in one file, which is made if it does not exist; waits up to `busy_timeout` seconds for other writers.
 
-    `run` is the id of the run that it belongs to: a file of another run is refused. Without one, a new file gets a
-    random id and an existing file is opened whatever its run is. With `read_only`, for reports and inspection, the file
-    is never made or written, and others may write it at the same time.
+    `run` is the id of the run that it belongs to: a file of another run is refused. Without it, a new file gets a
+    random id and an existing file of any run is opened. With `read_only`, for reports and inspection, the file is never
+    made or written, and other processes may write it at the same time.
     """
 
     def __init__(
@@ -73,29 +72,29 @@ class SqliteStore(Store):
         more = f" and {len(encoded) - 1:,} more" if len(encoded) > 1 else ""
         with self._database.write(f"append of {encoded[0].key}{more}") as connection:
             dropped = _dropped(connection)
-            (first,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM log").fetchone()
-            for i, (key, text, digest, values, digests) in enumerate(encoded, first):
+            (first_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM log").fetchone()
+            for session_id, (key, text, digest, rows, row_digests) in enumerate(encoded, first_id):
                 if key.round <= dropped:
                     raise round_dropped(key, dropped)
                 try:
-                    connection.execute(_APPEND, (i, *key, text, digest))
+                    connection.execute(_APPEND, (session_id, *key, text, digest))
                 except IntegrityError:
                     raise already_recorded(key) from None
-                numbers = range(i * MOST_TRAJECTORIES, i * MOST_TRAJECTORIES + len(values))
+                row_ids = range(session_id * MOST_TRAJECTORIES, session_id * MOST_TRAJECTORIES + len(rows))
                 connection.executemany(
                     "INSERT INTO arrays (id, value, digest) VALUES (?, ?, ?)",
-                    zip(numbers, values, digests, strict=True),
+                    zip(row_ids, rows, row_digests, strict=True),
                 )
 
     def sessions(self, round: int, *, every_attempt: bool = False) -> SessionTable:
         """The sessions of a round."""
         with self._database.read(f"listing of round {round}") as connection:
-            found = connection.execute(_SESSIONS, (round,)).fetchall() if round > _dropped(connection) else []
-        lines = [(SessionKey(*line[:4]), *line[4:]) for line in found]
-        return decode_table(self.run, round, lines if every_attempt else last_attempts(lines))
+            entries = connection.execute(_SESSIONS, (round,)).fetchall() if round > _dropped(connection) else []
+        lines = [(SessionKey(*entry[:4]), *entry[4:]) for entry in entries]
+        return decode_table(self.run, round, lines, every_attempt=every_attempt)
 
     def rounds(self) -> dict[int, int]:
-        """The rounds that have finished sessions, and how many."""
+        """The number of finished sessions of each round that has any."""
         with self._database.read("listing") as connection:
             return dict(connection.execute(_FINISHED, (_dropped(connection),)).fetchall())
 
@@ -104,15 +103,20 @@ class SqliteStore(Store):
         rows: list[dict[str, NDArray]] = []
         with self._database.read(f"reading of {len(keys):,} rows") as connection:
             dropped = _dropped(connection)
-            for part in _parts(keys):
-                ids = _find_rows(connection, part, dropped)
-                marks = ",".join("?" * len(ids))
-                query = f"SELECT id, value, digest FROM arrays WHERE id IN ({marks})"
-                found = {number: (value, digest) for number, value, digest in connection.execute(query, ids)}
-                for key, number in zip(part, ids, strict=True):
-                    if number not in found:
-                        raise StoreError(f"{key}: its arrays are gone; the file was altered: restore a copy of it")
-                    rows.append(decode_row(self.run, key, *found[number], fields))
+            for start in range(0, len(keys), KEYS_PER_QUERY):
+                part = keys[start : start + KEYS_PER_QUERY]
+                query = _ROWS.format(",".join(["(?,?,?,?,?,?)"] * len(part)))
+                values = [value for i, key in enumerate(part) for value in (i, *key)]
+                entries = {entry[0]: entry[1:] for entry in connection.execute(query, values)}
+                for i, key in enumerate(part):
+                    if key.round <= dropped:
+                        raise round_dropped(key, dropped)
+                    num_rows, value, digest = entries.get(i, (0, None, None))
+                    if not 0 <= key.trajectory < num_rows:
+                        raise row_missing(key, session_exists=i in entries)
+                    if value is None:
+                        raise StoreError(f"{key}: its arrays are missing; the file was altered: restore a copy of it")
+                    rows.append(decode_row(self.run, key, value, digest, fields))
         return rows
 
     def drop(self, round: int) -> None:
@@ -124,8 +128,8 @@ class SqliteStore(Store):
             with self._database.write(f"drop of round {round}") as connection:
                 query = "SELECT id FROM log WHERE round <= ? LIMIT ?"
                 deleted = connection.execute(query, (_dropped(connection), SESSIONS_PER_DELETE)).fetchall()
-                ranges = [(i * MOST_TRAJECTORIES, (i + 1) * MOST_TRAJECTORIES) for (i,) in deleted]
-                connection.executemany("DELETE FROM arrays WHERE id >= ? AND id < ?", ranges)
+                row_ids = [(i * MOST_TRAJECTORIES, (i + 1) * MOST_TRAJECTORIES) for (i,) in deleted]
+                connection.executemany("DELETE FROM arrays WHERE id >= ? AND id < ?", row_ids)
                 connection.executemany("DELETE FROM log WHERE id = ?", deleted)
 
     def close(self) -> None:
@@ -133,32 +137,12 @@ class SqliteStore(Store):
         self._database.close()
 
 
-def _find_rows(connection: Connection, keys: Sequence[RowKey], dropped: int) -> list[int]:
-    """The ids of rows, all of which must be there."""
-    values = [value for i, key in enumerate(keys) for value in (i, *key[:4])]
-    marks = ",".join(["(?,?,?,?,?)"] * len(keys))
-    found = {i: (number, num_rows) for i, number, num_rows in connection.execute(_FIND.format(marks), values)}
-    ids = []
-    for i, key in enumerate(keys):
-        if key.round <= dropped:
-            raise round_dropped(key, dropped)
-        number, num_rows = found.get(i, (0, 0))
-        if not 0 <= key.trajectory < num_rows:
-            raise row_missing(key, known=i in found)
-        ids.append(number * MOST_TRAJECTORIES + key.trajectory)
-    return ids
-
-
 def _dropped(connection: Connection) -> int:
     return _meta(connection, "dropped_round")  # pyright: ignore[reportReturnType]
 
 
 def _meta(connection: Connection, name: str) -> int | str:
-    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-    if found is None:
+    entry = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    if entry is None:
         raise StoreError(f"table meta has no {name}; the file was altered: restore a copy of it, or use another one")
-    return found[0]
-
-
-def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    yield from (items[start : start + KEYS_PER_STATEMENT] for start in range(0, len(items), KEYS_PER_STATEMENT))
+    return entry[0]

@@ -13,8 +13,8 @@ import warnings
 from raggedright.verl.contract import check_contract, untested_versions
 
 check_contract()
-for _sentence in untested_versions():
-    warnings.warn(_sentence, stacklevel=2)
+for _warning in untested_versions():
+    warnings.warn(_warning, stacklevel=2)
 
 from raggedright.verl.trainer import (  # noqa: E402
     RaggedRightColocateAsync,

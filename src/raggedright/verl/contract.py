@@ -1,4 +1,4 @@
-"""What of verl the plug-in uses, checked when it is imported: a missing hook is one sentence, not a crash at step 400.
+"""The hooks of verl and TransferQueue that the plug-in uses, checked on import, not when step 400 needs them.
 
 A hook is a dotted name and the parameters that we call it with, or override. A newer verl that keeps them works; the
 versions below are the ones that the tests were run with.
@@ -16,6 +16,7 @@ TRANSFER_QUEUE_VERSIONS = ("0.1.11",)
 
 _BASE = "verl.trainer.ppo.v1.trainer_base"
 _TRAINER = f"{_BASE}:PPOTrainer"
+_CLIENT = "transfer_queue.client:TransferQueueClient"
 HOOKS: Mapping[str, tuple[str, ...]] = {
     f"{_BASE}:register_trainer": ("name",),
     f"{_TRAINER}.__init__": ("self", "config"),
@@ -50,11 +51,14 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "transfer_queue:kv_batch_get": ("keys", "partition_id", "select_fields"),
     "transfer_queue:kv_batch_put": ("keys", "partition_id", "fields", "tags"),
     "transfer_queue:get_client": (),
-    "transfer_queue.controller:TransferQueueController.get_partition_snapshot": (),
+    f"{_CLIENT}.kv_retrieve_meta": ("self", "keys", "partition_id"),
+    f"{_CLIENT}.get_production_status": ("self", "data_fields", "partition_id"),
+    f"{_CLIENT}._get_partition_meta": ("self", "partition_id"),
+    f"{_CLIENT}._run_coroutine": ("self", "coro"),
     "transfer_queue:KVBatchMeta.select_keys": ("self", "keys_to_select"),
 }
 WORKER_READS = ("num_mini_batch", "mini_batch_size", "epochs", "dataloader_kwargs")
-"""Batch settings that verl's worker must read from a batch; it names them in its source alone."""
+"""Settings that verl's worker must read from a batch; only its source shows whether it does."""
 
 
 class ContractError(RaggedRightError, ImportError):
@@ -62,26 +66,28 @@ class ContractError(RaggedRightError, ImportError):
 
 
 def check_contract(hooks: Mapping[str, tuple[str, ...]] = HOOKS) -> None:
-    """Raise one sentence about the first hook that the installed verl does not have as we use it."""
-    have = f"verl {_version('verl')} with TransferQueue {_version('TransferQueue')}"
-    need = f"raggedright's plug-in was tested with verl {' and '.join(VERL_VERSIONS)}: install that one"
+    """Raise an error that names the first hook that the installed verl lacks."""
+    installed = f"verl {_version('verl')} with TransferQueue {_version('TransferQueue')}"
+    remedy = f"raggedright's plug-in was tested with verl {' and '.join(VERL_VERSIONS)}: install that one"
     for hook, parameters in hooks.items():
         try:
-            found = _find(hook)
+            function = _find(hook)
         except (ImportError, AttributeError) as error:
-            raise ContractError(f"{have} has no {hook.replace(':', '.')} ({error}); {need}") from None
-        missing = [name for name in parameters if name not in _parameters(found)]
+            raise ContractError(f"{installed} has no {hook.replace(':', '.')} ({error}); {remedy}") from None
+        missing = [name for name in parameters if name not in _parameters(function)]
         if missing:
-            raise ContractError(f"{have}: {hook.replace(':', '.')} takes no {', '.join(missing)}; {need}")
+            raise ContractError(f"{installed}: {hook.replace(':', '.')} takes no {', '.join(missing)}; {remedy}")
     worker = importlib.import_module("verl.workers.engine_workers").TrainingWorker
     source = inspect.getsource(inspect.unwrap(worker.train_mini_batch))
     for name in WORKER_READS:
         if f'"{name}"' not in source:
-            raise ContractError(f"{have}: TrainingWorker.train_mini_batch does not read {name} from its batch; {need}")
+            raise ContractError(
+                f"{installed}: TrainingWorker.train_mini_batch does not read {name} from its batch; {remedy}"
+            )
 
 
 def untested_versions() -> list[str]:
-    """What is installed in a version that the tests were not run with, as sentences."""
+    """A warning for each package that is installed in a version that the tests were not run with."""
     tested = {"verl": VERL_VERSIONS, "TransferQueue": TRANSFER_QUEUE_VERSIONS}
     return [
         f"{name} {_version(name)} is installed; the plug-in was tested with {' and '.join(versions)}"
@@ -99,14 +105,12 @@ def _version(name: str) -> str:
 
 def _find(hook: str) -> object:
     module, _, path = hook.partition(":")
-    found: object = importlib.import_module(module)
+    value: object = importlib.import_module(module)
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
-def _parameters(found: object) -> set[str]:
-    """The names that a function takes; a function that verl's decorators wrap shows its own."""
-    if not callable(found):
-        return set()
-    return set(inspect.signature(inspect.unwrap(found)).parameters)
+def _parameters(function: object) -> set[str]:
+    """The parameters of a function, without its decorators."""
+    return set(inspect.signature(inspect.unwrap(function)).parameters) if callable(function) else set()

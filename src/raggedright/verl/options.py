@@ -1,14 +1,14 @@
 # pyright: reportMissingImports=false
 """The plug-in's options (`trainer.v1.raggedright` in verl's config), and verl's config as a `Layout`.
 
-No option needs to be set. What verl's own keys decide (mini-batch sizes, `loss_agg_mode`, epochs, micro-batches) is
-read from these keys and has no second name here.
+No option needs to be set. Settings that verl has (mini-batch sizes, `loss_agg_mode`, epochs, micro-batches) are read
+from verl's keys and are not repeated here.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig
 
@@ -23,17 +23,9 @@ Losses = Literal["weighted", "verl"]
 _CHOICES = {"align": Align, "advantages": Source, "losses": Losses}
 
 
-class Config(Protocol):
-    """The part of omegaconf's DictConfig that is used here."""
-
-    def get(self, key: str, default_value: object = None) -> object:
-        """The value of a key, or the default."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `trainer.v1.raggedright` may hold.
+    """The keys of `trainer.v1.raggedright`.
 
     - `align`: `steps` keeps the configured number of optimizer steps; `lcm` uses verl's own row count per step.
     - `loss_agg`, `critic_loss_agg`: a mode such as `session-mean`, which verl does not have; default:
@@ -119,10 +111,16 @@ def _critic_settings(config: DictConfig, options: Options, dp_size: int) -> dict
 
 
 def padding_row_tokens(config: DictConfig, options: Options) -> int:
-    """The length of a padding row."""
-    ref = config.actor_rollout_ref
-    engines = [ref.actor.get("megatron"), ref.ref.get("megatron"), config.get("critic", {}).get("megatron")]
-    return options.min_row_tokens or _min_row_tokens(*engines)
+    """The length of a padding row: the shortest row that every engine accepts."""
+    if options.min_row_tokens:
+        return options.min_row_tokens
+    minimum = 2
+    for section in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.get("critic", {})):
+        megatron = section.get("megatron") or {}
+        tensor, context = (megatron.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "context"))
+        # packed context parallel cuts a row into 2 x tp x cp parts
+        minimum = max(minimum, 2 * tensor * context if context > 1 else tensor)
+    return minimum
 
 
 def weighs_every_token_one(config: DictConfig, options: Options, role: Role) -> bool:
@@ -137,21 +135,5 @@ def _weighting(mode: VerlLossAgg) -> LossAgg:
 
 
 def _rows_multiple(*sizes: object, dynamic: object) -> int:
-    """What the rows of a rank in a mini-batch must be a multiple of: verl's fixed micro-batch sizes, if it has any."""
+    """The rows of a rank in a mini-batch must be a multiple of this: of verl's fixed micro-batch sizes, if any."""
     return 1 if dynamic else math.lcm(*(size for size in sizes if isinstance(size, int)))
-
-
-def _min_row_tokens(*engines: Config | None) -> int:
-    """The shortest row that every engine accepts: packed context parallel cuts a row into 2 x tp x cp parts."""
-    minimum = 2
-    for engine in engines:
-        if engine is None:
-            continue
-        tensor, context = (_size(engine, f"{name}_parallel_size") for name in ("tensor_model", "context"))
-        minimum = max(minimum, 2 * tensor * context if context > 1 else tensor)
-    return minimum
-
-
-def _size(engine: Config, name: str) -> int:
-    value = engine.get(name)
-    return value if isinstance(value, int) else 1

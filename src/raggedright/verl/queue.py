@@ -7,19 +7,17 @@ is an error.
 
 Padding rows are made from a schema of the real rows, not copied from one. They have every field that some real row
 has, with a neutral value and the padding row's length: unknown per-token fields, mrope positions, experts, images. The
-schema is inferred once: one row is read for each distinct set of fields, and a field whose name is not known is read
-once in all rows. `PaddingRows.complete` later adds what verl computes (advantages, values): TransferQueue returns only
-fields that all rows have, so one row without a field would remove the field for all other rows on its rank.
+schema is inferred from one row per field; a field whose name is not known is read in all rows. `PaddingRows.complete`
+later adds what verl computes (advantages, values): TransferQueue returns only fields that all rows have, so one row
+without a field would remove the field for all other rows on its rank.
 """
 
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import ray
 import torch
 import transfer_queue as tq
 from tensordict import NonTensorData, TensorDict
@@ -35,25 +33,24 @@ from raggedright.tensors.kinds import WELL_KNOWN, Kind, infer_kind
 from raggedright.tensors.padding import padding_rows
 from raggedright.tensors.schema import Schema, infer_schema
 
-_CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
-_OF_VERL: Mapping[str, Kind] = {"entropy": Kind.RESPONSE, "log_probs": Kind.SEQUENCE}
+_VERL_KINDS: Mapping[str, Kind] = {"entropy": Kind.RESPONSE, "log_probs": Kind.SEQUENCE}
 
 
-def rows_of(keys: Sequence[str], tags: Sequence[Mapping[str, object]], loss_tokens: Ints) -> Rows:
-    """The rows of a batch, in its order; `loss_tokens` counts each row's response mask."""
-    names = [_name(key) for key in keys]
-    lengths = [
-        [_length(key, tag, name) for name in ("prompt_len", "response_len")]
-        for key, tag in zip(keys, tags, strict=True)
-    ]
+def make_rows(batch: KVBatchMeta) -> Rows:
+    """The rows of a batch, in its order."""
+    names = [_split_key(key) for key in batch.keys]
+    prompt_tokens, response_tokens = (
+        [_length(key, tag, name) for key, tag in zip(batch.keys, batch.tags, strict=True)]
+        for name in ("prompt_len", "response_len")
+    )
     return Rows.from_columns(
         prompt=[prompt for prompt, _, _ in names],
         session=[session for _, session, _ in names],
         trajectory=[trajectory for _, _, trajectory in names],
-        prompt_tokens=[prompt for prompt, _ in lengths],
-        response_tokens=[response for _, response in lengths],
-        loss_tokens=loss_tokens,
-        is_padding=np.array([is_padding(tag) for tag in tags], dtype=bool),
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        loss_tokens=count_loss_tokens(batch),
+        is_padding=np.array([is_padding(tag) for tag in batch.tags], dtype=bool),
     )
 
 
@@ -62,7 +59,7 @@ def is_padding(tag: Mapping[str, object]) -> bool:
     return bool(tag.get("is_padding", False))
 
 
-def _name(key: str) -> tuple[str, int, int]:
+def _split_key(key: str) -> tuple[str, int, int]:
     parts = key.rsplit("_", 2)
     if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         raise RowsError(
@@ -91,7 +88,7 @@ def get_field(batch: KVBatchMeta, name: str) -> list[Tensor]:
 
 
 def count_loss_tokens(batch: KVBatchMeta) -> Ints:
-    """How many tokens each row's response mask marks."""
+    """The number of tokens that each row's response mask marks."""
     return np.array([int(mask.sum()) for mask in get_field(batch, "response_mask")], dtype=np.int64)
 
 
@@ -101,10 +98,10 @@ def sum_scores(batch: KVBatchMeta) -> Floats:
 
 
 def get_row(batch: KVBatchMeta, key: str, names: Sequence[str] | None = None) -> dict[str, object]:
-    """Fields of one row by name."""
+    """Fields of one row by name, without tensordict's wrappers."""
     data = tq.kv_batch_get(keys=[key], partition_id=_partition(batch), select_fields=list(names) if names else None)
-    row = data[0]
-    return {str(name): _plain(row[name]) for name in row.keys()}  # noqa: SIM118
+    row = {str(name): value for name, value in data[0].items()}
+    return {name: value.data if isinstance(value, NonTensorData) else value for name, value in row.items()}
 
 
 def put_rows(batch: KVBatchMeta, rows: Mapping[str, Mapping[str, object]], tags: list[dict] | None = None) -> None:
@@ -120,28 +117,28 @@ def put_numbers(batch: KVBatchMeta, name: str, values: Floats) -> None:
     tq.kv_batch_put(keys=list(batch.keys), partition_id=_partition(batch), fields=fields)
 
 
-def fields_by_key(batch: KVBatchMeta) -> dict[str, frozenset[str]]:
-    """The names of the fields that each row of the batch has."""
-    controller = ray.get_actor(**_CONTROLLER)
-    status: Any = ray.get(controller.get_partition_snapshot.remote(batch.partition_id))
-    names = np.array(sorted(status.field_name_mapping, key=status.field_name_mapping.__getitem__), dtype=object)
-    at = [status.keys_mapping[key] for key in batch.keys]
-    has = status.production_status[at][:, : len(names)].numpy() == 1
-    sets: dict[bytes, frozenset[str]] = {}
-    fields = {}
-    for key, row in zip(batch.keys, has, strict=True):
-        fields[key] = sets.setdefault(row.tobytes(), frozenset(names[row].tolist()))
-    return fields
+def rows_by_field(batch: KVBatchMeta) -> dict[str, Ints]:
+    """The positions of the rows of the batch that have a field, for each field that some of them have.
+
+    All requests go through the controller's request loop, like the writes of agent loops, so they see a consistent
+    state while other rows are written.
+    """
+    client, partition = tq.get_client(), _partition(batch)
+    meta = client.kv_retrieve_meta(keys=list(batch.keys), partition_id=partition)
+    positions = dict.fromkeys(meta.field_names, np.arange(len(batch.keys)))
+    names = client._run_coroutine(client._get_partition_meta(partition)).field_names
+    for name in names:
+        if name not in positions:  # a field that not all rows of the batch have
+            indexes, status = client.get_production_status(data_fields=[name], partition_id=partition)
+            has_field = np.isin(meta.global_indexes, indexes[status[:, 0] == 1].numpy())
+            if has_field.any():
+                positions[name] = np.flatnonzero(has_field)
+    return positions
 
 
 def _partition(batch: KVBatchMeta) -> str:
     assert batch.partition_id is not None
     return batch.partition_id
-
-
-def _plain(value: object) -> object:
-    """The stored value without tensordict's wrapper."""
-    return value.data if isinstance(value, NonTensorData) else value
 
 
 @dataclass(slots=True)
@@ -178,51 +175,48 @@ class PaddingRows:
 
     def complete(self, batch: KVBatchMeta) -> None:
         """Write zeros for each field that a real row has and a padding row does not."""
-        has = fields_by_key(batch)
-        marks = [is_padding(tag) for tag in batch.tags]
-        real = [key for key, padding in zip(batch.keys, marks, strict=True) if not padding]
-        wanted = {name: key for key in real for name in has[key]}
-        lacking: dict[frozenset[str], list[str]] = defaultdict(list)
-        for key, padding in zip(batch.keys, marks, strict=True):
-            if padding and wanted.keys() - has[key]:
-                lacking[frozenset(wanted.keys() - has[key])].append(key)
-        for names, keys in lacking.items():
-            zeros = self._zeros(batch, {name: wanted[name] for name in sorted(names)})
-            if zeros:
-                put_rows(batch, dict.fromkeys(keys, zeros))
+        padding = np.array([is_padding(tag) for tag in batch.tags], dtype=bool)
+        missing: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name, positions in sorted(rows_by_field(batch).items()):
+            real = positions[~padding[positions]]
+            without_field = np.setdiff1d(np.flatnonzero(padding), positions)
+            if len(real) and len(without_field) and (zeros := self._zeros(batch, int(real[0]), name)) is not None:
+                for i in without_field.tolist():
+                    missing[i][name] = zeros
+        keys_by_names: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for i, fields in missing.items():
+            keys_by_names[tuple(fields)].append(i)
+        for positions in keys_by_names.values():
+            put_rows(batch, {batch.keys[i]: missing[i] for i in positions})
 
-    def _zeros(self, batch: KVBatchMeta, owner: Mapping[str, str]) -> dict[str, Tensor]:
-        """Zeros with the length of the padding row's response or sequence, whichever the field has in a real row."""
-        tags = dict(zip(batch.keys, batch.tags, strict=True))
-        zeros = {}
-        for name, key in owner.items():
-            value = get_row(batch, key, [name])[name]
-            if isinstance(value, Tensor):
-                by_response = value.dim() > 0 and value.size(0) == tags[key]["response_len"]
-                length = self.min_row_tokens - by_response
-                by_token = value.dim() > 0 and value.size(0) in (tags[key]["response_len"], tags[key]["seq_len"])
-                shape = (length, *value.shape[1:]) if by_token else tuple(value.shape)
-                zeros[name] = torch.zeros(shape, dtype=value.dtype)
-        return zeros
+    def _zeros(self, batch: KVBatchMeta, position: int, name: str) -> Tensor | None:
+        """Zeros with the length of the padding row's response or sequence, depending on the field in a real row."""
+        value, tag = get_row(batch, batch.keys[position], [name])[name], batch.tags[position]
+        if not isinstance(value, Tensor):
+            return None
+        length = value.size(0) if value.dim() else None
+        if length == tag["response_len"]:
+            return torch.zeros(self.min_row_tokens - 1, *value.shape[1:], dtype=value.dtype)
+        if length == tag["seq_len"]:
+            return torch.zeros(self.min_row_tokens, *value.shape[1:], dtype=value.dtype)
+        return torch.zeros_like(value)
 
     def _infer(self, batch: KVBatchMeta, rows: Rows) -> Schema:
-        has = fields_by_key(batch)
-        example: dict[frozenset[str], int] = {}
-        for i, key in enumerate(batch.keys):
-            example.setdefault(has[key], i)
-        at = list(example.values())
-        fields = [get_row(batch, batch.keys[i]) for i in at]
-        declared = {**_OF_VERL, **self.declared}
-        known = set(declared) | set(WELL_KNOWN) | set(self.schema.decided if self.schema else ())
+        """The schema of the real rows, which come first in the batch, from one row for each field."""
+        real = batch.select_keys(batch.keys[: len(rows)])
+        with_field = rows_by_field(real)
+        examples = sorted({int(positions[0]) for positions in with_field.values()})
+        fields = [get_row(real, real.keys[i]) for i in examples]
+        kinds: dict[str, Kind | str] = {**_VERL_KINDS, **self.declared}
+        known = {*kinds, *WELL_KNOWN, *(self.schema.decided if self.schema else ())}
         unknown = {name for row in fields for name, value in row.items() if isinstance(value, Tensor)} - known
-        kinds: dict[str, Kind | str] = {name: self._infer_kind(batch, rows, has, name) for name in sorted(unknown)}
-        return infer_schema(
-            rows.take(np.array(at, dtype=np.int64)), fields, declared={**declared, **kinds}, known=self.schema
-        )
+        for name in sorted(unknown):
+            kinds[name] = self._infer_kind(real, rows, with_field[name], name)
+        return infer_schema(rows.take(np.array(examples, dtype=np.int64)), fields, declared=kinds, known=self.schema)
 
-    def _infer_kind(self, batch: KVBatchMeta, rows: Rows, has: Mapping[str, frozenset[str]], name: str) -> Kind:
+    def _infer_kind(self, batch: KVBatchMeta, rows: Rows, positions: Ints, name: str) -> Kind:
         """The kind of a field whose name is not known, from its shapes in all rows that have it."""
-        keys = [key for key in batch.keys if name in has[key]]
-        values = dict(zip(keys, get_field(batch.select_keys(keys), name), strict=True))
-        of_rows: Sequence[Mapping[str, object]] = [{name: values.get(key)} for key in batch.keys]
-        return infer_kind(gather_columns(rows, of_rows)[name])
+        values = get_field(batch.select_keys([batch.keys[i] for i in positions]), name)
+        value_by_position = dict(zip(positions.tolist(), values, strict=True))
+        fields: Sequence[Mapping[str, object]] = [{name: value_by_position.get(i)} for i in range(len(batch.keys))]
+        return infer_kind(gather_columns(rows, fields)[name])

@@ -5,18 +5,23 @@ Each class is a subclass of one of verl's trainers and overrides steps of its lo
 runs unchanged on the rows that it should see: forward passes on the role's view of the batch, advantages and their
 metrics on real rows only. `_balance_batch` (the plan) and the two updates (mini-batches and weights) are replaced.
 
+The whole batch (real rows, then padding rows) is what verl's loop holds, clears and measures. Each role trains on a
+view of it, in the plan's order and with only as many padding rows as that role needs.
+
 Note: verl compares `trainer_mode` with its own names in many places, so the config's value is set back to verl's name
-once the class is chosen.
+once the class is chosen. Metrics with `total` in their names are summed by verl over the updates of a round; others
+are averaged.
 """
 
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -32,14 +37,17 @@ from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from raggedright.advantages import Scores
+from raggedright.arrays import Floats, Ints
 from raggedright.errors import ConfigError
-from raggedright.plan.plan import Role, make_plan
+from raggedright.ledger import State, close_ledger
+from raggedright.metrics import score_metrics
+from raggedright.plan.plan import Plan, Role, make_plan
 from raggedright.rows import Rows
 from raggedright.tensors.padding import padding_token_id
-from raggedright.verl import session_estimator, weighted_losses
+from raggedright.verl import weighted_losses
 from raggedright.verl.options import KEY, Options, make_layout, padding_row_tokens, weighs_every_token_one
-from raggedright.verl.queue import PaddingRows, count_loss_tokens, is_padding, put_numbers, rows_of, sum_scores
-from raggedright.verl.verl_round import VerlRound, failed_sessions, ledger_metrics, session_metrics, write_rows
+from raggedright.verl.queue import PaddingRows, count_loss_tokens, is_padding, make_rows, put_numbers, sum_scores
+from raggedright.verl.session_estimator import SessionRows, check_estimator, estimator_name, over_sessions
 
 _Trainer = PPOTrainer if TYPE_CHECKING else object
 
@@ -70,21 +78,20 @@ class ExactBatches(_Trainer):
             self.critic_wg.set_loss_fn(partial(weighted_losses.weighted_value_loss, config=critic))
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: object, **kwargs: object) -> KVBatchMeta:
-        """Plan the batch, store its padding rows, and write its rows to disk."""
+        """Plan the batch, store its padding rows, and write its rows to disk as input of `raggedright plan`."""
         start = time.perf_counter()
-        rows = rows_of(batch.keys, batch.tags, count_loss_tokens(batch))
-        self._round = self._plan(rows, batch)
-        plan, whole = self._round.plan, self._round.whole
+        self._round = self._plan(make_rows(batch), batch)
         metrics["raggedright/plan_seconds"] = time.perf_counter() - start
-        lengths = [tag["seq_len"] for tag in whole.tags]
+        lengths = [tag["seq_len"] for tag in self._round.whole.tags]
         prefix = str(kwargs.get("logging_prefix", "global_seqlen"))
         metrics.update(log_seqlen_unbalance(lengths, self._round.partitions("forward"), prefix))
         directory = self.options.rows_dir
         if directory is None:
-            directory = str(Path(self.config.trainer.default_local_dir) / "raggedright_rows")
+            directory = Path(self.config.trainer.default_local_dir) / "raggedright_rows"
         if directory:
-            write_rows(plan.rows, Path(directory), f"{self.global_steps}_{self.local_trigger_step}")
-        return whole
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._round.rows.to_jsonl(Path(directory) / f"{self.global_steps}_{self.local_trigger_step}.jsonl")
+        return self._round.whole
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         super()._compute_old_log_prob(self._round.view("forward"), metrics)
@@ -101,21 +108,17 @@ class ExactBatches(_Trainer):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """verl's step on real rows only, so padding is in no mean, no whitening and no KL controller."""
         real, rows = self._round.real, self._round.rows
-        scores = sum_scores(real)
-        with self._estimator(rows, scores):
+        scores, sessions = sum_scores(real), SessionRows.of(rows)
+        per_session = self.options.advantages == "session"
+        with over_sessions(self.config.algorithm, sessions, scores) if per_session else nullcontext():
             super()._compute_advantage(real, metrics)
-        sessions = session_estimator.SessionRows.of(rows, "")
-        self._scored.append(
-            (
-                Scores.from_columns(
-                    prompt=sessions.prompt.tolist(), session=rows.session[sessions.last], score=scores[sessions.last]
-                ),
-                rows,
-            )
+        last = sessions.last
+        session_scores = Scores.from_columns(
+            prompt=sessions.prompt.tolist(), session=rows.session[last], score=scores[last]
         )
+        self._scored.append((session_scores, rows))
         if self._rejects():  # the loss mask has changed, and with it the weights
-            counted = replace(rows, loss_tokens=count_loss_tokens(real))
-            self._round = self._plan(counted, batch)
+            self._round = self._plan(replace(rows, loss_tokens=count_loss_tokens(real)), batch)
         num_prompts = self.config.data.train_batch_size // self.parameter_sync_step
         failed = failed_sessions(rows, self.config.actor_rollout_ref.rollout.n, num_prompts)
         metrics.update(ledger_metrics(self._round.plan, failed))
@@ -138,11 +141,8 @@ class ExactBatches(_Trainer):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self._round.trains("actor"):
             actor = self.config.actor_rollout_ref.actor
-            extra_info = self._update_info("actor", actor)
-            extra_info |= {
-                "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
-                **self._distillation_info(),
-            }
+            extra_info = self._update_info("actor", actor) | self._distillation_info()
+            extra_info["calculate_entropy"] = actor.calculate_entropy or actor.entropy_coeff != 0.0
             output = self.actor_rollout_wg.update_actor(self._round.view("actor", extra_info))
             metrics.update(_reduce(output["metrics"], "actor"))
         return batch
@@ -156,14 +156,17 @@ class ExactBatches(_Trainer):
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not is_padding(tag)]
         super()._log_rollout_data(batch.select_keys(real), *args, **kwargs)
 
-    def _plan(self, rows: Rows, batch: KVBatchMeta) -> VerlRound:
+    def _plan(self, rows: Rows, batch: KVBatchMeta) -> "VerlRound":
         """The plan of real rows, which come first in the batch, and the batch with the padding rows it needs."""
-        trains = self.config.trainer.critic_warmup <= self.global_steps
-        sizes = {"actor": _dp_size(self.actor_rollout_wg, "actor")}
+        dp_sizes = {"actor": _dp_size(self.actor_rollout_wg, "actor")}
         if self.use_critic:
-            sizes["critic"] = _dp_size(self.critic_wg, "train")
+            dp_sizes["critic"] = _dp_size(self.critic_wg, "train")
         layout = make_layout(
-            self.config, self.options, sizes, actor_trains=trains, num_updates=self.parameter_sync_step
+            self.config,
+            self.options,
+            dp_sizes,
+            actor_trains=self.config.trainer.critic_warmup <= self.global_steps,
+            num_updates=self.parameter_sync_step,
         )
         plan = make_plan(rows, layout)
         if plan.warnings and not self._has_warned_of_plan:
@@ -179,37 +182,21 @@ class ExactBatches(_Trainer):
             self._padding = PaddingRows(token_id, num_tokens, dict(self.options.declared))
         return self._padding
 
-    @contextmanager
-    def _estimator(self, rows: Rows, scores: np.ndarray) -> Iterator[None]:
-        """Let verl use the estimator over sessions, unless the configured one is per token or left to verl."""
-        algorithm = self.config.algorithm
-        name = str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
-        if name in session_estimator.BY_TOKEN or self.options.advantages == "verl":
-            yield
-            return
-        sessions = session_estimator.SessionRows.of(rows, name, scores if algorithm.use_kl_in_reward else None)
-        try:
-            algorithm.adv_estimator = session_estimator.NAME
-            with session_estimator.over_sessions(sessions):
-                yield
-        finally:
-            algorithm.adv_estimator = name
-
     def _rejects(self) -> bool:
-        """Whether verl's rollout correction takes tokens out of response masks."""
+        """Whether verl's rollout correction removes tokens from response masks."""
         correction = self.config.algorithm.get("rollout_correction", None)
         return bool(correction and correction.get("rollout_rs", None) and not correction.get("bypass_mode", False))
 
     def _update_info(self, role: Role, config: DictConfig) -> dict[str, object]:
         """What verl's worker reads from a batch: the number of mini-batches, and the divisors of its metrics."""
-        num_mini_batch = len(self._round.plan.steps(role))
-        token_scale, row_scale = self._round.scales(role)
-        num_rows = int((self._round.rows.loss_tokens > 0).sum())
+        num_steps = len(self._round.plan.steps(role))
+        loss_tokens = self._round.rows.loss_tokens
+        num_rows = int((loss_tokens > 0).sum())
         return {
-            "num_mini_batch": num_mini_batch,
-            "global_batch_size": max(1, round(num_rows / num_mini_batch)),  # only verl's own losses read it
-            weighted_losses.TOKEN_SCALE: token_scale,
-            weighted_losses.ROW_SCALE: row_scale,
+            "num_mini_batch": num_steps,
+            "global_batch_size": max(1, round(num_rows / num_steps)),  # only verl's own losses read it
+            weighted_losses.TOKEN_SCALE: num_steps / max(1, int(loss_tokens.sum())),
+            weighted_losses.ROW_SCALE: num_steps / max(1, num_rows),
             "epochs": config.ppo_epochs,
             "seed": config.data_loader_seed,
             "dataloader_kwargs": {"shuffle": False},  # the plan has assigned the rows
@@ -248,11 +235,8 @@ class RaggedRightSeparateAsync(ExactBatches, PPOTrainerSeparateAsync):
 
 def check_config(config: DictConfig, options: Options) -> None:
     """Raise for settings of verl with which batches cannot be exact."""
-    algorithm = config.algorithm
     if options.advantages == "session":
-        session_estimator.check_estimator(
-            str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)), algorithm.gamma
-        )
+        check_estimator(estimator_name(config.algorithm), config.algorithm.gamma)
     if options.losses == "weighted":
         weighted_losses.check_policy_loss(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
         if is_distillation_enabled(config.get("distillation")):
@@ -275,3 +259,84 @@ def _reduce(metrics: dict, role: str) -> dict[str, float]:
     if f"{role}/mfu" in named:
         named[f"perf/mfu/{role}"] = named.pop(f"{role}/mfu")
     return reduce_metrics(named)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerlRound:
+    """The plan of an update and its batch; positions in the plan are positions in `whole`."""
+
+    plan: Plan
+    whole: KVBatchMeta
+
+    @property
+    def rows(self) -> Rows:
+        """The real rows, which come first in the batch."""
+        return self.plan.rows
+
+    @property
+    def real(self) -> KVBatchMeta:
+        """The batch without padding rows."""
+        return self.whole.select_keys(self.whole.keys[: len(self.rows)])
+
+    def view(self, role: Role, extra_info: dict[str, object] | None = None) -> KVBatchMeta:
+        """The batch of a role in verl's order: equal parts by rank, and each part in equal mini-batches."""
+        batch = self.whole.select_keys([self.whole.keys[i] for i in self._dispatch_order(role)])
+        if extra_info is not None:
+            batch.extra_info = dict(extra_info)
+        return batch
+
+    def weights(self, role: Role) -> Floats:
+        """The weight of each row of the whole batch in a role's steps; padding rows have zero."""
+        weights = np.zeros(len(self.whole.keys))
+        for step in self.plan.steps(role):
+            weights[step.row] = step.weight
+        return weights
+
+    def trains(self, role: Role) -> bool:
+        """Whether the role has a row with loss tokens."""
+        return role in self.plan.roles and bool((self.rows.loss_tokens > 0).any())
+
+    def partitions(self, role: Role) -> list[list[int]]:
+        """Positions on each rank, for all steps together."""
+        return self._dispatch_order(role).reshape(self.plan.steps(role)[0].dp_size, -1).tolist()
+
+    def _dispatch_order(self, role: Role) -> Ints:
+        """All positions of a role, rank by rank, and step by step within a rank."""
+        steps = self.plan.steps(role)
+        return np.concatenate([step.micro_batch(rank, 0) for rank in range(steps[0].dp_size) for step in steps])
+
+
+def failed_sessions(rows: Rows, rollout_n: int, num_prompts: int) -> dict[tuple[str, int], str]:
+    """Sessions without rows; a prompt without any row has a made-up name, because verl's batch does not name it."""
+    sessions_with_rows = {*zip(rows.prompt.tolist(), rows.session.tolist(), strict=True)}
+    prompts = dict.fromkeys(rows.prompt.tolist())
+    prompts |= dict.fromkeys(f"<prompt without rows>{i}" for i in range(num_prompts - len(prompts)))
+    every_session = [(prompt, session) for prompt in prompts for session in range(rollout_n)]
+    return {session: "no rows" for session in every_session if session not in sessions_with_rows}
+
+
+def ledger_metrics(plan: Plan, failed: Mapping[tuple[str, int], str]) -> dict[str, float]:
+    """The outcome of every session and row, as numbers for verl's logger."""
+    ledger = close_ledger(plan, failed)
+    metrics = {"ledger/total/padding_rows": float(ledger.num_padding_rows)}
+    metrics["ledger/total/padding_tokens"] = float(ledger.num_padding_rows * plan.layout.min_row_tokens)
+    for items, outcomes in (("rows", ledger.rows), ("sessions", ledger.sessions)):
+        counts = Counter(outcome.state for outcome in outcomes.values())
+        for state in get_args(State):
+            if (items, state) != ("rows", "failed"):  # a failed session has no rows
+                metrics[f"ledger/total/{items}_{state}"] = float(counts[state])
+    for role in plan.trained_roles:
+        metrics[f"ledger/total/{role}_steps"] = float(len(plan.steps(role)))
+    return metrics
+
+
+def session_metrics(rounds: Sequence[tuple[Scores, Rows]]) -> dict[str, float]:
+    """Scores, and rows per session, over the updates of a round, each session counted once."""
+    if not rounds:
+        return {}
+    columns = {
+        name: np.concatenate([getattr(scores, name) for scores, _ in rounds]) for name in ("prompt", "session", "score")
+    }
+    scores = Scores.from_columns(**columns)
+    num_rows = sum(len(rows) for _, rows in rounds)
+    return {**score_metrics(scores), "rows_per_session/mean": num_rows / max(len(scores), 1)}

@@ -1,14 +1,14 @@
 # pyright: reportMissingImports=false
 """The losses that verl's workers run: verl's own policy losses, with weights that were fixed before anything was cut.
 
-They go to the workers by verl's `set_loss_fn` and are called as its own are: per micro-batch, and the result is
-averaged over ranks, hence the factor dp_size. A row's weight is a field of the row, so any cut adds up to the same
-number. Rows without a loss token, padding among them, are taken out before verl's function sees them: they are in no
-mean, and in no metric. Token metrics are sums weighted with (steps / loss tokens of the round), so that verl's mean
-over steps is the exact mean over tokens; metrics by row likewise.
+They are passed to the workers with verl's `set_loss_fn` and called like its own: once per micro-batch, and the results
+are averaged over ranks, hence the factor dp_size. A row's weight is a field of the row, so any cut adds up to the same
+number. Rows without a loss token, such as padding rows, are removed before verl's function is called, so they are in no
+mean and in no metric. Token metrics are sums weighted with (steps / loss tokens of the round), so that verl's mean over
+steps is the exact mean over tokens; the same holds for metrics per row.
 
-The surprise: a micro-batch of padding alone still gives every metric, with nothing in it, because verl stacks metrics
-of all ranks and asks for equal counts.
+Note: a micro-batch of padding rows only still returns every metric, with zero counts, because verl stacks the metrics
+of all ranks and requires equal numbers of them.
 """
 
 import math
@@ -27,16 +27,16 @@ CRITIC_WEIGHT = "raggedright_critic_weight"
 TOKEN_SCALE = "raggedright_token_scale"  # optimizer steps / loss tokens of the round
 ROW_SCALE = "raggedright_row_scale"  # optimizer steps / rows with loss tokens of the round
 
-BY_CORRECTION = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo", "sapo")
+WEIGHT_BY_CORRECTION = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo", "sapo")
 """Policy losses that multiply each token's loss with the rollout-correction weight, which then carries ours."""
-BY_ADVANTAGE = ("bypass_mode",)
+WEIGHT_BY_ADVANTAGE = ("bypass_mode",)
 """Policy losses that are proportional to the advantage and set the correction weight themselves."""
 REFUSED = {
     "clip_cov": "picks tokens by covariances over a micro-batch",
     "kl_cov": "picks tokens by covariances over a micro-batch",
-    "geo_mean": "averages over the rows of a micro-batch inside",
+    "geo_mean": "averages over the rows of a micro-batch",
 }
-_BY_ROW = {
+_PER_ROW = {
     f"rollout_corr/{name}"
     for name in (
         "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff",
@@ -46,13 +46,13 @@ _BY_ROW = {
 
 
 def check_policy_loss(mode: str) -> None:
-    """Raise unless weights can be brought into this policy loss from outside."""
-    if mode in (*BY_CORRECTION, *BY_ADVANTAGE):
+    """Raise unless weights can be passed into this policy loss."""
+    if mode in (*WEIGHT_BY_CORRECTION, *WEIGHT_BY_ADVANTAGE):
         return
-    why = REFUSED.get(mode, "is not one of verl's own, so that nothing is known of how it averages")
+    reason = REFUSED.get(mode, "is not one of verl's own, so it is unknown how it averages")
     raise ConfigError(
-        f"actor.policy_loss.loss_mode {mode!r} {why}, so that no weights fixed beforehand can hold; "
-        "set trainer.v1.raggedright.losses='verl' to run it as verl does, padding in its denominators"
+        f"actor.policy_loss.loss_mode {mode!r} {reason}, so weights that are fixed beforehand cannot be used; "
+        "set trainer.v1.raggedright.losses='verl' to run it as verl does, with padding in its denominators"
     )
 
 
@@ -119,14 +119,14 @@ def _policy_loss(
     config, log_prob: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, weight: Tensor, correction: Tensor | None,
     dp_size: int,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-    """verl's own function for the configured policy loss, its divisors set to 1 and the weights brought in."""
+    """verl's own function for the configured policy loss, with its divisors set to 1 and our weights."""
     mode = config.policy_loss.get("loss_mode", "vanilla")
     config.global_batch_info.update(dp_size=dp_size, batch_num_tokens=1, global_batch_size=1, loss_scale_factor=None)
-    if mode in BY_ADVANTAGE:
+    if mode in WEIGHT_BY_ADVANTAGE:
         advantages = advantages * weight
     else:
         correction = weight if correction is None else weight * correction
-        if mode == "sapo":  # it divides by a row's tokens whatever the mode
+        if mode == "sapo":  # it divides by a row's tokens in every mode
             correction = correction * mask.sum(dim=-1, keepdim=True)
     return get_policy_loss_fn(mode)(
         old_log_prob=old,
@@ -140,12 +140,12 @@ def _policy_loss(
 
 
 def _metric(name: str, value: float, counts: dict[str, int], scales: dict[str, float]) -> Metric:
-    """A micro-batch's share of a metric that verl's loss gave as a mean (or an extreme) over the micro-batch."""
+    """A micro-batch's share of a metric that verl's loss returned as a mean (or an extreme) over the micro-batch."""
     last = name.rsplit("/", 1)[-1]
-    for extreme, kind, nothing in (("max", AggregationType.MAX, -math.inf), ("min", AggregationType.MIN, math.inf)):
+    for extreme, kind, neutral in (("max", AggregationType.MAX, -math.inf), ("min", AggregationType.MIN, math.inf)):
         if extreme in last:
-            return Metric(value=value if counts["row"] else nothing, aggregation=kind)
-    level = "row" if name in _BY_ROW else "token"
+            return Metric(value=value if counts["row"] else neutral, aggregation=kind)
+    level = "row" if name in _PER_ROW else "token"
     return Metric(value=float(value) * counts[level] * scales[level] if counts[level] else 0.0, aggregation="sum")
 
 

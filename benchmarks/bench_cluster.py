@@ -1,12 +1,12 @@
-"""What Ray and TransferQueue cost: a round beside the local launcher's, and rows through the store as they grow.
+"""The cost of Ray and TransferQueue: a round compared with the local launcher's, and the time per row of the store.
 
     python benchmarks/bench_cluster.py [--quick] [--rounds N] [--blocks N]
 
 The verification round has 45 prompts x 8 sessions on two ranks, and about 360 to 1,000 rows. It is run by the local
 launcher with SQLite, by Ray with SQLite and by Ray with TransferQueue; each is started once, and they take turns, a few
-rounds at a time (cluster_gate.py). Figures are medians over rounds; `start` is from the command to the first round's
-end. The second table puts rows of about 57 KB in blocks of 360, as the trainer does with sessions that end together,
-and gets them 360 at a time. All of it is one machine: no network is in these figures.
+rounds at a time (cluster_gate.py). Figures are medians over rounds; `start` is the time from the command to the end of
+the first round. The second table appends rows of about 57 KB in blocks of 360, as the trainer does with sessions that
+end together, and reads them 360 at a time. Everything runs on one machine: the figures include no network.
 """
 
 import argparse
@@ -50,14 +50,14 @@ class Program:
     rounds: list[dict[str, float]] = field(default_factory=list)
 
     def run(self, until: int, *, count_from: int) -> None:
-        """Let it run to this round, and take the figures of the rounds from `count_from` on."""
+        """Let it run up to this round, and record the figures of the rounds from `count_from` on."""
         (self.folder / "until").write_text(str(until))
         deadline = time.monotonic() + START_SECONDS + BLOCK_SECONDS
-        while len(found := self.seconds()) < until:
+        while len(rounds := self.seconds()) < until:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{self.name} did not come to round {until}; see {self.folder}.log")
+                raise SystemExit(f"{self.name} did not reach round {until}; see {self.folder}.log")
             time.sleep(0.05)
-        self.rounds += found[count_from - 1 :]
+        self.rounds += rounds[count_from - 1 :]
 
     def seconds(self) -> list[dict[str, float]]:
         path = self.folder / "events.jsonl"

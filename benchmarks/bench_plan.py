@@ -1,10 +1,10 @@
-"""The planner's time and quality against its goals, and against verl's balanced partitions in the same run.
+"""The planner's time and quality compared with its goals, and with verl's balanced partitions in the same run.
 
-verl 0.9.1 runs in `.venv-verl` (see `verl_partitions.py`); its call only deals rows to ranks, its micro-batches come
-later, on the workers, while a plan holds them all. A missed goal does not change the exit code: machines are noisy.
+verl 0.9.1 runs in `.venv-verl` (see `verl_partitions.py`). Its call only assigns rows to ranks; its micro-batches are
+formed later on the workers, while a plan contains them. A missed goal does not change the exit code: timings are noisy.
 
     make bench-plan                                                    # about two minutes
-    .venv/bin/python benchmarks/bench_plan.py --quick                  # seconds; goals left out say "not run"
+    .venv/bin/python benchmarks/bench_plan.py --quick                  # seconds; goals that are skipped say "not run"
     .venv/bin/python benchmarks/bench_plan.py --json plan.json --verl-rows 256000 --verl-limit 600
 """
 
@@ -38,7 +38,7 @@ Goal = tuple[str, str, bool | None]  # what, measured, met (None: not run)
 
 
 def show(console: Console, title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], note: str = "") -> None:
-    """Print a table, its numbers to the right; the first heading is a name."""
+    """Print a table with right-aligned numbers; the first column has names."""
     table = Table(title=title, title_justify="left", caption=note or None, caption_justify="left", box=box.SIMPLE)
     table.pad_edge = False
     for i, heading in enumerate(headings):
@@ -86,7 +86,7 @@ def show_slots(console: Console, slots: Sequence[Slots]) -> None:
 
 
 def judge(cases: Sequence[Case], slots: Sequence[Slots]) -> list[Goal]:
-    """Each goal with what was measured; the slowest of its cases counts."""
+    """Each goal with its measured value, which is that of the slowest case."""
 
     def at_most(goal: str, limit: float, chosen: list[Case]) -> Goal:
         if not chosen:
@@ -159,13 +159,13 @@ def main() -> None:
     args = parse_arguments()
     max_rows = (0 if args.quick else 32_000) if args.verl_rows is None else args.verl_rows
     verl = Verl(args.verl_python, max_rows, args.verl_limit)
-    note = f"verl ranks: by verl's own workload. verl got {max_rows:,} rows at most, to keep this short (--verl-rows)."
+    note = f"verl ranks: by verl's own workload. verl was run with at most {max_rows:,} rows (--verl-rows)."
     if max_rows == 0:
-        note = "verl was left out (--verl-rows N gives it up to N rows)."
+        note = "verl was not run (--verl-rows N runs it with up to N rows)."
     elif not verl.python.exists():
         verl, note = None, f"verl was left out: there is no {args.verl_python} (make .venv-verl/installed)."
     note = f"bound: tokens / budget, rounded up. FFD: first-fit-decreasing's count. {note}"
-    console = Console(width=max(Console().width, 130))  # a narrow terminal wraps lines and loses no figure
+    console = Console(width=max(Console().width, 130))  # a narrow terminal wraps lines instead of cutting figures
     versions = f"Python {platform.python_version()}, numpy {np.__version__}"
     machine = f"{versions}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f} at the start; best of 3"
     console.print(machine, highlight=False)

@@ -1,13 +1,13 @@
-"""The local rollout engine beside transformers' own `generate`, on the same ragged requests.
+"""The local rollout engine compared with transformers' `generate`, on the same requests of different lengths.
 
     make bench-rollout
 
-Every request names its own number of tokens. `generate` takes requests in batches of the same rows, left-padded, and
-runs each batch to its longest; the engine lets a row go when it ends and takes the next one in. Tokens are those that
-were asked for. Bare passes are what `generate` runs, without sampling or anything else around the model.
+Every request has its own number of tokens. `generate` takes requests in batches of equal size, left-padded, and runs
+each batch until its longest row has ended; the engine removes a row when it ends and takes in the next one. Tokens are
+those that were requested. Bare passes are the model calls of `generate` without sampling or anything else.
 
-Then sessions of 16 turns, in which a trajectory generates and observes in turn, with and without the keys and values
-that the engine keeps between turns. `--large` takes a model of SmolLM2-135M's size, with random weights.
+Then sessions of 16 turns, in which a trajectory generates and observes alternately, with and without the keys and
+values that the engine keeps between turns. `--large` uses a model of SmolLM2-135M's size, with random weights.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ def ours(engine: LocalEngine, requests: list[Request]) -> None:
 
 
 def talk(model: PreTrainedModel, case: Talk, *, kept_bytes: int) -> None:
-    """All trajectories at once, each through all its turns."""
+    """All trajectories at once, each with all its turns."""
     engine = LocalEngine(model, kept_bytes=kept_bytes)
 
     async def turns(number: int) -> None:
@@ -139,7 +139,7 @@ def theirs(model: PreTrainedModel, requests: list[Request], batch_rows: int) -> 
 
 @torch.no_grad()
 def least(model: PreTrainedModel, requests: list[Request], batch_rows: int) -> None:
-    """A static batch's passes alone, each token being the row's last one again."""
+    """Only the passes of a static batch; every token repeats the last one of its row."""
     for start in range(0, len(requests), batch_rows):
         ids, mask, tokens = padded(requests[start : start + batch_rows])
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -152,7 +152,7 @@ def least(model: PreTrainedModel, requests: list[Request], batch_rows: int) -> N
 
 
 def best_of(repeats: int, works: list[Callable[[], object]]) -> list[float]:
-    """The best time of each, taken in turns so that a busy machine is busy for all."""
+    """The best time of each; they take turns, so that other load on the machine affects all of them."""
     seconds = [[0.0] * repeats for _ in works]
     for turn in range(repeats):
         for number, work in enumerate(works):

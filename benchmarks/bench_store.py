@@ -1,14 +1,14 @@
-"""The stores' speed: append, read, list and drop of 360, 4k and 32k rows of about 57 KB, in sessions of eight.
+"""The speed of the stores: append, read, list and drop of 360, 4k and 32k rows of about 57 KB, in sessions of eight.
 
     python benchmarks/bench_store.py [--quick] [--only sqlite,memory] [--folder DIR]
 
-Sessions are appended one by one, as agents do, and rows read 360 at a time in random order, as ranks do; values are
-made beforehand and released once read, so 32k rows pass through without being held (except by the memory store). `bare`
-is TransferQueue alone with the same eight rows per put, `bare-360` with 360. `sqlite-360` appends the sessions of as
-many rows in one transaction, as the trainer does with sessions that end together. Each size runs in a process of its
-own after a few sessions to warm up; a listing is the median of three. Memory is that of the
-process and its children, by proportional set size; `trimmed` is after glibc was told to give free memory back. `disk`
-is what a plain file takes with the same fsyncs.
+Sessions are appended one by one, as agents do, and rows are read 360 at a time in random order, as ranks do. Values are
+made beforehand and released after reading, so 32k rows are not held in memory (except by the memory store). `bare` is
+TransferQueue alone with the same eight rows per put, `bare-360` with 360. `sqlite-360` appends the sessions of 360 rows
+in one transaction, as the trainer does with sessions that end together. Each size runs in its own process, after a few
+sessions to warm up; a listing is the median of three. Memory is the proportional set size of the process and its
+children; `trimmed` is after glibc has returned free memory to the system. `disk` is the speed of a plain file with the
+same number of fsyncs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rich.table import Table
 
 from bench_store_ray import BACKENDS as ON_RAY
 from bench_store_ray import compare_side_by_side
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 from store_rows import ROWS_PER_SESSION, row_bytes, session_of, session_rows
 
 SIZES = (360, 4_000, 32_000)
@@ -74,13 +74,13 @@ SESSIONS_PER_APPEND = {"sqlite-360": 360 // ROWS_PER_SESSION}
 
 
 def memory() -> float:
-    """Megabytes that this process and its children have in memory, shared pages divided among those that share."""
+    """The proportional set size of this process and its children, in megabytes."""
     me = psutil.Process()
     return sum(process.memory_full_info().pss for process in [me, *me.children(recursive=True)]) / 1e6
 
 
 def trimmed() -> float:
-    """The same once the allocator has given back what it keeps."""
+    """The same after the allocator has returned its free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return memory()
@@ -137,7 +137,7 @@ def measure(name: str, num_rows: int, folder: Path) -> list[float]:
 
 
 def measure_disk(num_rows: int, folder: Path) -> float:
-    """Rows a second that a plain file takes, one fsync a session: what the disk allows at this moment."""
+    """Rows per second written to a plain file with one fsync per session: the current limit of the disk."""
     block = os.urandom(row_bytes(session_rows(0)))
     began = perf_counter()
     with (folder / "plain").open("wb") as file:
@@ -151,21 +151,21 @@ def measure_disk(num_rows: int, folder: Path) -> float:
 
 
 def run_one(name: str, num_rows: int, where: Path) -> list[float]:
-    """A measurement in a process of its own."""
+    """Run a measurement in its own process."""
     command = [sys.executable, __file__, "--one", name, str(num_rows), "--folder", str(where)]
-    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return [float(figure) for figure in told.stdout.split()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return [float(figure) for figure in done.stdout.split()]
 
 
 def report(sizes: tuple[int, ...], names: list[str], where: Path) -> None:
-    """Run all, print the table and how the goals fare."""
-    found: dict[tuple[str, int], list[float]] = {}
+    """Run all measurements, print the table and which goals are met."""
+    figures_by_case: dict[tuple[str, int], list[float]] = {}
     table = Table("store", "rows", *COLUMNS, title="rows of ~57 KB, sessions of 8")
     for size in sizes:
         with tempfile.TemporaryDirectory(dir=where) as folder:
             print(f"disk, {size:,} rows: {measure_disk(min(size, 4_000), Path(folder)):,.0f} rows/s", flush=True)
         for name in names:
-            figures = found[name, size] = run_one(name, size, where)
+            figures = figures_by_case[name, size] = run_one(name, size, where)
             print(f"{name}, {size:,} rows: append {figures[0]:,.0f}, read {figures[2]:,.0f} rows/s", flush=True)
             table.add_row(
                 name, f"{size:,}", *(f"{x:,.3f}" if i in (4, 5) else f"{x:,.0f}" for i, x in enumerate(figures))
@@ -173,13 +173,13 @@ def report(sizes: tuple[int, ...], names: list[str], where: Path) -> None:
     Console(width=170).print(table)
     for size in sizes:
         for ours, bare, rows in (("sqlite", "bare", ROWS_PER_SESSION), ("sqlite-360", "bare-360", 360)):
-            if (ours, size) in found and (bare, size) in found:
+            if (ours, size) in figures_by_case and (bare, size) in figures_by_case:
                 for column, what in ((0, f"put of {rows} rows a time"), (2, "get")):
-                    ratio = found[ours, size][column] / found[bare, size][column]
+                    ratio = figures_by_case[ours, size][column] / figures_by_case[bare, size][column]
                     goal(f"sqlite {what}, {size:,} in all, at least {bare}'s", ratio, "x", ratio >= 1)
     for name in ("sqlite", "transfer_queue"):
-        if (name, SIZES[-1]) in found:
-            seconds = found[name, SIZES[-1]][4]
+        if (name, SIZES[-1]) in figures_by_case:
+            seconds = figures_by_case[name, SIZES[-1]][4]
             goal(f"{name} lists {SIZES[-1]:,} rows in under 0.2 s", seconds, "s", seconds < 0.2)
     if {"transfer_queue", "bare"} <= {*names}:
         for size, put, got in compare_side_by_side():

@@ -1,9 +1,9 @@
-"""TransferQueue bare and through our adapter, on the same rows: what the guards cost.
+"""TransferQueue alone and through our store, on the same rows: the cost of the checks.
 
-`bench_store.py` takes `BACKENDS` from here. Bare TransferQueue is used as it documents: batches of nested tensors with
-one tag per row in, a TensorDict out. The adapter's answer is split into rows, and checked.
+`bench_store.py` imports `BACKENDS` from here. Bare TransferQueue is used as its documentation says: batches of nested
+tensors with one tag per row are put, a TensorDict is returned. What our store returns is split into rows and checked.
 
-    .venv/bin/python benchmarks/bench_store_ray.py                     # 360 and 4,000 rows, the two by turns
+    .venv/bin/python benchmarks/bench_store_ray.py                     # 360 and 4,000 rows, the two take turns
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from raggedright.sessions import RowKey, Session, SessionKey, SessionTable, Trajectory
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 from raggedright.store.transfer_queue import TransferQueueStore
 from store_rows import ROWS_PER_SESSION, session_of, session_rows
 
@@ -26,7 +26,7 @@ _runs = count()
 
 
 class BareTransferQueue:
-    """TransferQueue's own batched calls, with no check at all; the part of a store that is measured."""
+    """TransferQueue's batched calls without any check; only the methods of a store that are measured."""
 
     def __init__(self, rows_per_put: int = ROWS_PER_SESSION) -> None:
         self._started = TransferQueueStore(run="bare")  # for a bounded start on loopback
@@ -63,7 +63,7 @@ class BareTransferQueue:
         return transfer_queue.kv_batch_get([_name(key) for key in keys], f"{self._name}/{keys[0].round}", names)
 
     def sessions(self, round: int) -> SessionTable:
-        """Its listing, as a table that knows the rows' names alone."""
+        """Its listing, as a table that has only the names of rows."""
         import transfer_queue
 
         self.flush()
@@ -98,7 +98,7 @@ def _name(key: RowKey) -> str:
 
 
 def open_adapter(folder: Path | None = None) -> AbstractContextManager[Store]:
-    """A run of its own; the first store of a process starts Ray and TransferQueue, which are in memory."""
+    """A store with a new run id; the first store of a process starts Ray and TransferQueue, which are in memory."""
     return TransferQueueStore(run=f"bench {next(_runs)}")
 
 
@@ -132,10 +132,10 @@ def measure(store: Store, sessions: Sequence[list[Trajectory]], num_sessions: in
 
 
 def compare_side_by_side() -> Iterator[tuple[int, float, float]]:
-    """How many times bare's seconds our put and get take, by the number of rows; medians, by turns on one Ray."""
+    """The ratio of our seconds to those of bare TransferQueue, by number of rows; medians of alternating runs."""
     sessions = [session_rows(i) for i in range(16)]
     with TransferQueueStore(run="owner"):
-        for num_rows, repeats in ((64, 2), (360, 15), (4_000, 5)):  # the first one warms up
+        for num_rows, repeats in ((64, 2), (360, 15), (4_000, 5)):  # the first is a warm-up
             taken: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
             for _ in range(repeats):
                 for name, opened in (("ours", open_adapter), ("bare", open_bare)):

@@ -1,10 +1,10 @@
-"""Padding rows and the schema's checks, beside the least that each could take; and the three layouts side by side.
+"""Padding rows and schema checks compared with a lower bound for each, and the three layouts compared with each other.
 
     make bench-tensors
 
-10,000 padding rows against copying one dict 10,000 times; the checks of 32,768 rows x 8 fields against joining
+10,000 padding rows compared with 10,000 copies of one dict; the checks of 32,768 rows x 8 fields compared with joining
 the same tensors once, which any collation does. Layouts: collation, forward and backward pass of 16 rows, two prompts
-with eight sessions each, on a Qwen3 of 4 layers of 256.
+with eight sessions each, on a Qwen3 with 4 layers of width 256.
 """
 
 import time
@@ -22,7 +22,7 @@ from raggedright.plan.layout import Collate
 from raggedright.tensors import Collator, forward_log_probs, infer_schema, padding_rows
 from raggedright.tensors.tree import even_tokens_of
 
-NAMES = ("rm_scores", "rollout_log_probs", "old_log_probs", "advantages", "values", "unheard_of")
+NAMES = ("rm_scores", "rollout_log_probs", "old_log_probs", "advantages", "values", "unknown_field")
 
 
 def best_of_3(work: Callable[[], object]) -> float:
@@ -35,7 +35,7 @@ def best_of_3(work: Callable[[], object]) -> float:
 
 
 def layouts() -> None:
-    """Seconds of a pass by layout, and what the tree saves against the better of the others."""
+    """Seconds of a pass by layout, and the saving of the tree compared with the better of the others."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1_000}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads))

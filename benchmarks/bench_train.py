@@ -1,12 +1,12 @@
-"""The trainer's speed: where a round's time goes, beside a bare loop and beside TRL, and how cost grows.
+"""The trainer's speed: where the time of a round goes, compared with a bare loop and with TRL, and how the cost grows.
 
     python benchmarks/bench_train.py [--quick] [--rounds N] [--blocks N]
 
 The verification round has 45 prompts x 8 sessions, three optimizer steps, and, with a policy that writes well-formed
 replies (trained once, kept in runs/bench), about 950 rows. `bare` is the same round in plain torch without a store,
-plan, ledger or metrics (train_bare.py). Beside TRL a session has one trajectory of up to three tokens: 360 rows and
-three optimizer steps a round, TRL in one process with two threads. All programs are started once and take turns, a few
-rounds at a time; figures are medians over rounds. `--quick` leaves out how cost grows.
+plan, ledger or metrics (train_bare.py). In the comparison with TRL a session has one trajectory of up to three tokens:
+360 rows and three optimizer steps per round, TRL in one process with two threads. All programs are started once and
+take turns, a few rounds at a time; figures are medians over rounds. `--quick` skips the growth of the cost.
 """
 
 import argparse
@@ -33,22 +33,22 @@ POLICY_ROUNDS = 40
 WARM = 6
 PARTS = ("rollout", "put", "store", "plan", "forward", "advantages", "update", "record", "other")
 OVERHEAD = ("put", "store", "plan", "record", "other")
-PROTOTYPE = 0.27  # seconds a round of the bare prototype, on two idle cores
+PROTOTYPE = 0.27  # seconds per round of the bare prototype, on two idle cores
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 
 
 @dataclass(slots=True)
 class Program:
-    """One of those that take turns: its ranks' processes and the rounds it has answered with."""
+    """One of the programs that take turns: the processes of its ranks and the rounds that it has reported."""
 
     name: str
     ranks: list[subprocess.Popen]
     rounds: list[Round] = field(default_factory=list)
 
     def run(self, rounds: int) -> None:
-        """Let it run some rounds while the others wait."""
+        """Run some rounds while the others wait."""
         self.tell(str(rounds))
-        self.rounds += self.hear()
+        self.rounds += self.receive()
 
     def tell(self, line: str) -> None:
         stdin = self.ranks[0].stdin
@@ -56,7 +56,7 @@ class Program:
         stdin.write(f"{line}\n")
         stdin.flush()
 
-    def hear(self) -> list[Round]:
+    def receive(self) -> list[Round]:
         stdout = self.ranks[0].stdout
         assert stdout is not None
         line = stdout.readline()
@@ -65,7 +65,7 @@ class Program:
         return json.loads(line)
 
     def end(self) -> None:
-        """Close the gate; whoever does not go by itself is ended."""
+        """Close the gate, and end processes that do not end by themselves."""
         self.tell("")
         for rank in self.ranks[1:]:
             rank.terminate()
@@ -76,17 +76,17 @@ class Program:
                 rank.kill()
 
     def median(self, part: str = "round") -> float:
-        return median(found.get(part, 0.0) for found in self.rounds)
+        return median(parts.get(part, 0.0) for parts in self.rounds)
 
     @property
     def rows_a_second(self) -> float:
-        return median(found["rows"] / found["round"] for found in self.rounds)
+        return median(parts["rows"] / parts["round"] for parts in self.rounds)
 
 
 def start(
     name: str, script: str, folder: Path, *, dp: int = 1, threads: int = 1, python: Path | str = sys.executable
 ) -> Program:
-    """Start a program's ranks; it will say when it is warm."""
+    """Start the ranks of a program; it reports when it has warmed up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -119,17 +119,17 @@ def policy() -> Path:
 
 
 def take_turns(programs: list[Program], *, blocks: int, rounds: int) -> None:
-    """Some rounds of each, again and again."""
+    """Some rounds of each program, repeatedly."""
     for program in programs:
-        program.hear()  # it is warm
+        program.receive()  # it has warmed up
     for _ in range(blocks):
         for program in programs:
             program.run(rounds)
     for program in programs:
         program.end()
     for program in programs:
-        for found in program.rounds:
-            found["other"] = found["round"] - sum(found.get(part, 0.0) for part in PARTS if part != "other")
+        for parts in program.rounds:
+            parts["other"] = parts["round"] - sum(parts.get(part, 0.0) for part in PARTS if part != "other")
 
 
 def verification_round(model: Path, work: Path, *, blocks: int, rounds: int) -> None:
@@ -152,7 +152,7 @@ def verification_round(model: Path, work: Path, *, blocks: int, rounds: int) -> 
         table.add_row(program.name, f"{program.median('rows'):,.0f}", f"{seconds:.3f}", *parts, f"{1 / seconds:.2f}")
     Console(width=150).print(table)
     two = ours[0]
-    share = median(sum(found.get(part, 0.0) for part in OVERHEAD) / found["round"] for found in two.rounds)
+    share = median(sum(parts.get(part, 0.0) for part in OVERHEAD) / parts["round"] for parts in two.rounds)
     goal(
         "plan, store, ledger, metrics and all the rest take less than 10 % of the round", 100 * share, "%", share < 0.1
     )
@@ -165,12 +165,12 @@ def verification_round(model: Path, work: Path, *, blocks: int, rounds: int) -> 
         "x",
         ratio <= 1.3,
     )
-    print(f"dp 2 against dp 1: {ours[1].median() / two.median():.2f} x the rounds/s; ", end="")
-    print(f"sqlite against memory: {ours[1].median() / ours[2].median():.2f} x the time", flush=True)
+    print(f"dp 2 compared with dp 1: {ours[1].median() / two.median():.2f} x the rounds/s; ", end="")
+    print(f"sqlite compared with memory: {ours[1].median() / ours[2].median():.2f} x the time", flush=True)
 
 
 def beside_trl(work: Path, *, blocks: int, rounds: int) -> None:
-    """Trained rows a second with one trajectory a session."""
+    """Trained rows per second with one trajectory per session."""
     tasks = {"prompts": {"source": "train_tasks:tasks"}, "agent": {"name": "train_tasks:once"}}
     changes = {**tasks, "rollout": {"max_tokens": 3}, "algorithm": {"entropy_coef": 0.0}}
     model = POLICY.parent / "made"
@@ -184,7 +184,7 @@ def beside_trl(work: Path, *, blocks: int, rounds: int) -> None:
     columns = ("", "rows", "round, s", "forward and update, s", "trained rows/s")
     table = Table(*columns, title="one trajectory a session, three optimizer steps")
     for program in programs:
-        passes = program.median("forward") + program.median("update")  # TRL does not say
+        passes = program.median("forward") + program.median("update")  # TRL does not report the parts
         figures = (f"{program.median('rows'):,.0f}", f"{program.median():.3f}", f"{passes:.3f}" if passes else "")
         table.add_row(program.name, *figures, f"{program.rows_a_second:,.0f}")
     Console(width=120).print(table)
@@ -193,7 +193,7 @@ def beside_trl(work: Path, *, blocks: int, rounds: int) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """The verification run's model as it is made, in a folder that both read."""
+    """The verification run's initial model, in a folder that both programs read."""
     from raggedright.config.load import load_config
     from raggedright.train.models import load_actor, load_tokenizer
 

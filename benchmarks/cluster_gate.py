@@ -1,9 +1,9 @@
-"""An agent that compacts its context, in rounds that are let through one block at a time.
+"""An agent that compacts its context, in rounds that are released one block at a time.
 
-The file `until` in the run folder has the number of the last round that may run; sessions of later ones wait. So
-several runs, whoever launches them, are started once and take turns on a machine that is as busy for one as for the
-others. Of a rank's waiting sessions one looks at the file, now and then, and the others cost nothing. The first round
-of a block has the waiting in it, and does not count.
+The file `until` in the run folder has the number of the last round that may run; sessions of later rounds wait. So
+several runs, with any launcher, are started once and take turns, and other load on the machine affects all of them. One
+of the waiting sessions of a rank reads the file from time to time, so the others cost nothing. The first round of a
+block includes the waiting time and does not count.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.2
 
 
 class Gated:
-    """Compacts, once its round may run."""
+    """Compaction, once its round may run."""
 
     def __init__(self, folder: str) -> None:
         self._file, self._until = Path(folder) / "until", 0
@@ -24,7 +24,7 @@ class Gated:
 
     async def __call__(self, task: Task, session: Session) -> float:
         """Wait, then play."""
-        if session.key.round > self._round:  # a round has an event loop of its own, and so has a lock
+        if session.key.round > self._round:  # each round has its own event loop, so it needs its own lock
             self._round, self._one_looks = session.key.round, asyncio.Lock()
         if session.key.round > self._until:
             async with self._one_looks:

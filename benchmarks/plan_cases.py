@@ -1,6 +1,6 @@
-"""What `bench_plan.py` measures: rows of every size and shape under the layouts that have goals.
+"""The cases of `bench_plan.py`: rows of every size and shape under the layouts that have goals.
 
-Seconds are the best of three calls of `make_plan`, the actor's cut and the forward pass included; rows are made
+Seconds are the best of three calls of `make_plan`, including the actor's cut and the forward pass; rows are made
 beforehand. Lengths are lognormal (sigma 1, mean 2,000) unless a shape is named, clipped at the budget of 16,384 tokens.
 """
 
@@ -32,7 +32,7 @@ Draw = Callable[[np.random.Generator, int], Any]
 SHAPES: dict[str, Draw] = {
     "lognormal": lambda rng, n: rng.lognormal(np.log(2_000) - 0.5, 1.0, n),
     "uniform": lambda rng, n: rng.integers(2, CAP + 1, n),
-    "uniform to 12,000": lambda rng, n: rng.integers(2, 12_001, n),  # so tight that levelling packs anew
+    "uniform to 12,000": lambda rng, n: rng.integers(2, 12_001, n),  # so tight that levelling packs the rows again
     "all equal (2,000)": lambda rng, n: np.full(n, 2_000),
     "bimodal (200, 12,000)": lambda rng, n: np.where(rng.random(n) < 0.7, 200, 12_000) * rng.uniform(0.8, 1.2, n),
     "0.3-1.0 x budget": lambda rng, n: rng.uniform(0.3, 1.0, n) * CAP,
@@ -47,7 +47,7 @@ SHAPES: dict[str, Draw] = {
 
 @dataclass(frozen=True, slots=True)
 class VerlResult:
-    """Seconds of verl's call (None: not finished within the limit) and its ranks' imbalance by its own workload."""
+    """Seconds of verl's call (None: not finished in time) and the imbalance of its ranks by verl's workload."""
 
     seconds: float | None
     limit: float
@@ -102,7 +102,7 @@ def working_on(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Verl:
-    """The environment that has verl, the most rows to give it, and its seconds for a case."""
+    """The environment that has verl, the maximum number of rows for it, and its seconds for a case."""
 
     python: Path
     max_rows: int
@@ -116,7 +116,7 @@ class Verl:
         with working_on(f"verl: {len(rows):,} rows, dp {dp_size:,}, at most {self.limit:g} s"):
             try:
                 done = subprocess.run(command, input=lengths, capture_output=True, text=True, timeout=self.limit + 120)
-            except subprocess.TimeoutExpired:  # stuck where its own alarm does not reach
+            except subprocess.TimeoutExpired:  # its own alarm did not stop it
                 return VerlResult(None, self.limit, None)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -234,7 +234,7 @@ def by_layout() -> Iterator[Case]:
 
 
 def by_small_steps() -> Iterator[Case]:
-    """align lcm where steps x ranks are many: the layouts that took seconds when each cell was cut on its own."""
+    """align lcm with many steps x ranks: layouts that took seconds when each cell was cut separately."""
     base = Layout(dp_size=64, batch_size=1_800, mini_batch_size=1, rollout_n=8, align="lcm", micro_batch_tokens=CAP)
     rows = draw_rows(14_400)
     yield measure("lcm", "14,400 rows, 8 rows per step", rows, base)

@@ -1,9 +1,9 @@
-"""A bare loop as the bound: the verification run's round in plain torch and nothing else, on the same model and tasks.
+"""A bare loop as the lower bound: the verification round in plain torch and nothing else, on the same model and tasks.
 
     python benchmarks/train_bare.py MODEL_FOLDER WARM_ROUNDS
 
 Sessions are tuples in lists; no store, plan, ledger, metrics, agents or event loop; nothing can fail or be resumed.
-Sessions are dealt to ranks by number and stay there, so ranks are as uneven as chance has it.
+Sessions are assigned to ranks by number and are not balanced.
 """
 
 import os
@@ -20,7 +20,7 @@ from train_gate import Gate
 from trl_prompts import LEARNING_RATE, PROMPTS, SESSIONS, STEPS
 
 Row = tuple[int, list[int], list[int]]  # its session, the context, the reply
-ROWS_A_PASS = 227  # what a budget of 2,048 tokens holds of rows of nine
+ROWS_PER_PASS = 227  # rows of nine tokens in a budget of 2,048 tokens
 
 
 class Bare:
@@ -93,7 +93,7 @@ class Bare:
         return chosen, -(all_log_probs.exp() * all_log_probs).sum(-1)
 
     def passes(self, rows: list[Row]) -> list[list[Row]]:
-        return [rows[i : i + ROWS_A_PASS] for i in range(0, len(rows), ROWS_A_PASS)]
+        return [rows[i : i + ROWS_PER_PASS] for i in range(0, len(rows), ROWS_PER_PASS)]
 
     def train(self, rows: list[Row], rewards: Tensor) -> None:
         """Old log-probs, then three steps of fifteen prompts each."""
@@ -147,10 +147,10 @@ def main() -> None:
         left -= 1
         following = gate.passed(rows=float(count)) if gate is not None else 0
         if left == 0:
-            told = torch.tensor([following])
+            num_rounds = torch.tensor([following])
             if dp_size > 1:
-                dist.broadcast(told, src=0)
-            left = int(told)
+                dist.broadcast(num_rounds, src=0)
+            left = int(num_rounds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How the benchmark's programs take turns: each runs as many rounds as it is told, says how they went, and waits.
+"""How the programs of the benchmark take turns: each runs the requested number of rounds, reports them, and waits.
 
-So all of them are started once, and are measured a few rounds at a time, one after another, on a machine that is as
-busy for one as for the others. A line in is a number of rounds; a line out is what each of them took.
+So all of them are started once and measured a few rounds at a time, one after another, and other load on the machine
+affects all of them. An input line is a number of rounds; an output line has the seconds of each of them.
 """
 
 import json
@@ -12,17 +12,17 @@ Round = dict[str, float]
 
 
 class Gate:
-    """The program's side; `passed` is called at the end of every round, after `warm` of them for the first time."""
+    """The side of the program; `passed` is called at the end of every round, after the `warm` rounds."""
 
     def __init__(self, warm: int) -> None:
         self._left = warm
-        self._found: list[Round] = []
-        self._out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not an answer
+        self._rounds: list[Round] = []
+        self._out, sys.stdout = sys.stdout, sys.stderr  # so that output of libraries is not read as a report
         self._began = perf_counter()
 
     def passed(self, **parts: float) -> int:
-        """A round has ended, with these seconds by part; how many follow once this was called `left` times more."""
-        self._found.append({**parts, "round": perf_counter() - self._began})
+        """Record a round and its seconds by part; after the last one, report and wait. Returns the rounds left."""
+        self._rounds.append({**parts, "round": perf_counter() - self._began})
         self._left -= 1
         if self._left == 0:
             self._left = self._answer()
@@ -30,8 +30,8 @@ class Gate:
         return self._left
 
     def _answer(self) -> int:
-        print(json.dumps(self._found), file=self._out, flush=True)
-        self._found = []
+        print(json.dumps(self._rounds), file=self._out, flush=True)
+        self._rounds = []
         line = sys.stdin.readline()
         if not line.strip():
             sys.exit(0)

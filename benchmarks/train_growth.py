@@ -1,10 +1,10 @@
-"""How a round's cost grows with rows a session, row length and batch size: a table, and docs/speed.svg.
+"""How the cost of a round grows with rows per session, row length and batch size: a table, and docs/speed.svg.
 
-Each case is the trainer's own round on one rank and one thread, in this process. What each part does is proportional
-to something: the model's to tokens (and, with length, to the square of it), all others to rows and to the values that
-rows carry. Seconds a row should then be level, or fall, along a line of the table; with length, seconds a token.
-All sizes of a table take turns, a round each, and the cheapest round of a size counts: a machine's slow minutes are no
-growth.
+Each case is a round of the trainer on one rank and one thread, in this process. The work of each part is proportional
+to something: the model's to tokens (and, with length, to its square), that of the others to rows and to the values of
+rows. So seconds per row should be constant, or fall, along a line of the table; with length, seconds per token. All
+sizes of a table take turns, one round each, and the cheapest round of a size counts, so that other load on the machine
+is not mistaken for growth.
 """
 
 import sys
@@ -31,12 +31,12 @@ PARTS = ("rollout", "store", "plan", "forward", "advantages", "update", "other")
 MODEL_PARTS = ("rollout", "forward", "update")
 SHOWN = (*MODEL_PARTS, "store")  # in the picture
 POSITIONS = 4_352
-TURNS = 3  # after one to warm up
+TURNS = 3  # after one warm-up
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One size: prompts x sessions, rows a session, tokens a row."""
+    """One size: prompts x sessions, rows per session, tokens per row."""
 
     prompts: int
     sessions: int
@@ -55,13 +55,13 @@ VARIES = {"rows a session": "rows", "row length": "tokens", "prompts": "prompts"
 def measure(cases: list[Case], work: Path) -> list[dict[str, float]]:
     """CPU seconds by part of each case's cheapest round."""
     setups = [prepare(case, work / str(number)) for number, case in enumerate(cases)]
-    found: list[list[dict[str, float]]] = [[] for _ in cases]
+    rounds_by_case: list[list[dict[str, float]]] = [[] for _ in cases]
     for turn in range(TURNS + 1):
-        for setup, rounds in zip(setups, found, strict=True):
+        for setup, rounds in zip(setups, rounds_by_case, strict=True):
             rounds.append(run_round(setup, turn + 1))
     for setup in setups:
         setup.close()
-    return [min(rounds[1:], key=lambda parts: sum(parts[part] for part in PARTS)) for rounds in found]
+    return [min(rounds[1:], key=lambda parts: sum(parts[part] for part in PARTS)) for rounds in rounds_by_case]
 
 
 def prepare(case: Case, folder: Path) -> Setup:
@@ -103,14 +103,14 @@ def run_round(setup: Setup, round: int) -> dict[str, float]:
 def growth(work: Path) -> None:
     """Measure all, print the tables and draw the picture."""
     torch.set_num_threads(1)
-    clocks.perf_counter = process_time  # others' work on this machine does not count
+    clocks.perf_counter = process_time  # so that other load on the machine does not count
     panels = []
     for what, cases in GROWTH.items():
-        found = measure(cases, work / what.replace(" ", "-"))
+        parts_by_case = measure(cases, work / what.replace(" ", "-"))
         unit = "token" if what == "row length" else "row"
         table = Table(what, "rows", *PARTS, "sum", title=f"CPU microseconds a {unit}, one rank")
         per = {part: [] for part in PARTS}
-        for case, parts in zip(cases, found, strict=True):
+        for case, parts in zip(cases, parts_by_case, strict=True):
             count = parts["rows"] * (case.tokens if unit == "token" else 1)
             for part in PARTS:
                 per[part].append(1e6 * parts[part] / count)
@@ -125,7 +125,7 @@ def growth(work: Path) -> None:
 
 
 def panel(what: str, unit: str, per: dict[str, list[float]], sizes: list[str]) -> Panel:
-    """The curves of one table, as shares of the largest figure; what takes little is one curve."""
+    """The curves of one table, as shares of the largest figure; small parts are one curve together."""
     rest = [sum(values) for values in zip(*(per[part] for part in PARTS if part not in SHOWN), strict=True)]
     curves = {part: per[part] for part in SHOWN} | {"rest": rest}
     top = max(max(values) for values in curves.values())
@@ -134,16 +134,18 @@ def panel(what: str, unit: str, per: dict[str, list[float]], sizes: list[str]) -
 
 
 def tell_growth(what: str, unit: str, per: dict[str, list[float]]) -> None:
-    """Whether a part grew faster than its work: the last two sizes against the cheapest before them."""
+    """Whether a part grew faster than its work: the last two sizes compared with the cheapest before them."""
     for part, values in per.items():
         if what == "row length" and part in MODEL_PARTS:
-            continue  # attention takes the square of it
+            continue  # attention grows with its square
         ratio = values[-1] / max(min(values[:-1]), 1e-9)
         grew = ratio > 1.5 and values[-1] > 1
         if grew:
-            print(f"grows     {part} with {what}: {ratio:.2f} x the time a {unit} at the largest size", flush=True)
+            print(f"grows     {part} with {what}: {ratio:.2f} x the time per {unit} at the largest size", flush=True)
     if what != "row length":
         totals = [sum(values[i] for values in per.values()) for i in range(len(per["plan"]))]
         ratio = totals[-1] / min(totals)
         met = ratio <= 1.3
-        print(f"goal {'met   ' if met else 'missed'}  time a row does not grow with {what}: {ratio:.2f} x", flush=True)
+        print(
+            f"goal {'met   ' if met else 'missed'}  time per row does not grow with {what}: {ratio:.2f} x", flush=True
+        )

@@ -1,8 +1,8 @@
-"""One rank of ours under the gate: the trainer as it is, with a stop-watch around its rounds and its puts.
+"""One rank of our trainer under the gate, unchanged, with timers around its rounds and its appends to the store.
 
     python benchmarks/train_rank.py RUN_FOLDER WARM_ROUNDS
 
-`put` is what it takes, while sessions run, to get them into the store; `record` is what is written down after a round.
+`put` is the time to append sessions to the store while others run; `record` is the time to write its records.
 """
 
 import os
@@ -59,12 +59,12 @@ def main() -> None:
 
 
 def _from_first(rounds: int) -> int:
-    """The other ranks wait at the gate, too."""
+    """Let the other ranks wait at the gate as well."""
     if not dist.is_initialized():
         return rounds
-    told = torch.tensor([rounds])
-    dist.broadcast(told, src=0)
-    return int(told)
+    num_rounds = torch.tensor([rounds])
+    dist.broadcast(num_rounds, src=0)
+    return int(num_rounds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmark's rounds work on: its configs, and agents whose rows are as many and as long as it says."""
+"""The tasks of the benchmark: its configs, and agents with a given number and length of rows."""
 
 import tomllib
 from collections.abc import Mapping
@@ -13,24 +13,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tasks(index: int, seed: int) -> dict[str, object]:
-    """A task with such a prompt."""
+    """A task with the prompt of this index."""
     return {"text": prompt_text(index)}
 
 
 async def once(task: Task, session: Session) -> float:
-    """One trajectory of up to three tokens, and a reward by chance."""
+    """One trajectory of up to three tokens, and a random reward."""
     await session.trajectory(str(task.data["text"])).generate(max_tokens=COMPLETION)
     return session.random.random()
 
 
 class Many:
-    """An agent with a given number of rows a session, each of a given length, that generates two tokens in each."""
+    """An agent with `rows` rows per session of `tokens` tokens each, that generates two tokens in each."""
 
     def __init__(self, *, rows: int, tokens: int) -> None:
         self._rows, self._tokens = rows, tokens
 
     async def __call__(self, task: Task, session: Session) -> float:
-        """Row after row."""
+        """Generate one row after the other."""
         for _ in range(self._rows):
             ids = [session.random.randrange(len(SYMBOLS)) for _ in range(self._tokens - 2)]
             await session.trajectory(ids).generate(max_tokens=2)
@@ -38,7 +38,7 @@ class Many:
 
 
 def write_config(folder: Path, policy: Path | None, /, **changes: Mapping[str, object]) -> Path:
-    """The verification run's config with another model and these sections changed, in a new run folder."""
+    """Write the verification run's config, with another model and changed sections, into a new run folder."""
     config = tomllib.loads((ROOT / "configs/compaction.toml").read_text())
     config["out"] = str(folder)
     config["eval"] = {"every": 0}

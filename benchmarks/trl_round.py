@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer under the gate, in an environment of its own: 360 completions and three optimizer steps a round.
+"""TRL's GRPOTrainer under the gate, in a separate environment: 360 completions and three optimizer steps per round.
 
     .venv-trl/bin/python benchmarks/trl_round.py MODEL_FOLDER WARM_ROUNDS
 
 The same model, prompts, completion length and optimizer as ours, in float32, without gradient checkpointing, saving or
-reports: what its defaults would cost on top is not counted.
+reports: the additional cost of its defaults is not counted.
 """
 
 import random

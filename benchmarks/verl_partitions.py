@@ -1,9 +1,9 @@
-"""Time verl's `get_seqlen_balanced_partitions` on given lengths, as verl's own trainer calls it (`_balance_batch`).
+"""Time verl's `get_seqlen_balanced_partitions` on a list of lengths, as verl's trainer calls it (`_balance_batch`).
 
 Runs inside `.venv-verl`; `bench_plan.py` starts it once per case. Lengths are a JSON list on standard input, the
-answer is one JSON line: seconds of each finished call (none if the first did not finish in time) and the dearest
-rank over the mean by verl's own workload. As in the trainer, the workload is an int64 tensor and the batch is first
-filled up with two-token rows, to a multiple of the data-parallel size (the least that the trainer asks for).
+answer is one JSON line: seconds of each finished call (none if the first did not finish in time) and the slowest
+rank over the mean by verl's workload. As in the trainer, the workload is an int64 tensor and the batch is first
+filled up with two-token rows to a multiple of the data-parallel size (the minimum that the trainer requires).
 
     echo '[900, 20, 340, 1200]' | .venv-verl/bin/python benchmarks/verl_partitions.py --dp 2 --repeat 3 --limit 60
 """

@@ -1,10 +1,10 @@
-"""A training loop of your own, with raggedright between its rollout and its loss: GRPO in plain PyTorch.
+"""Your own training loop with raggedright between its rollout and its loss: GRPO in plain PyTorch.
 
     torchrun --nproc-per-node 2 examples/own_trainer.py
 
-Sessions of a made-up agent emit one to three trajectories each, or fail. Every rank plays its share of them, all plan
-the same batch, each runs its own micro-batches, and gradients are summed: the weights are the same for any number of
-ranks. Yours to replace: `make_model` and `play`.
+Sessions of a synthetic agent emit one to three trajectories each, or fail. Every rank plays its share of the sessions,
+all ranks plan the same batch, each runs its micro-batches, and gradients are summed: the weights are the same for any
+number of ranks. Replace `make_model` and `play` with your own.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from raggedright import Layout, Rows, Scores, Step, broadcast_to_rows, close_led
 
 NUM_TOKENS = 16
 COLLATOR = rt.Collator(how="packed", token_id=0)
-PROMPTS, SESSIONS, MINI_BATCH = 6, 8, 2  # a round: 6 prompts x 8 sessions, 2 prompts an optimizer step
-STEPS_A_ROUND = -(-PROMPTS // MINI_BATCH)  # three, however many rows there are: the schedule's length is known
+PROMPTS, SESSIONS, MINI_BATCH = 6, 8, 2  # a round: 6 prompts x 8 sessions, 2 prompts per optimizer step
+STEPS_PER_ROUND = -(-PROMPTS // MINI_BATCH)  # three for any number of rows, so the length of the schedule is known
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What became of one session: its trajectories and its reward, or why it failed."""
+    """The result of one session: its trajectories and its reward, or why it failed."""
 
     prompt: str
     session: int
@@ -37,7 +37,7 @@ class Played:
 
 
 def make_model() -> nn.Module:
-    """A tiny model, the same on every rank; in float64, so that one rank and two can be compared to the last digits."""
+    """A tiny model, the same on every rank; in float64, so that runs with one and two ranks can be compared exactly."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("qwen3", vocab_size=NUM_TOKENS, num_hidden_layers=1, head_dim=16, **sizes)
@@ -46,7 +46,7 @@ def make_model() -> nn.Module:
 
 @torch.no_grad()
 def play(model: nn.Module, round: int, prompt: int, session: int) -> Played:
-    """One session of a made-up agent that is rewarded for even tokens; its randomness does not depend on its rank."""
+    """One session of a synthetic agent that is rewarded for even tokens; its randomness does not depend on the rank."""
     random = np.random.default_rng([round, prompt, session])
     if random.random() < 0.05:
         return Played(f"p{prompt}", session, [], failure="the tool timed out")
@@ -55,18 +55,18 @@ def play(model: nn.Module, round: int, prompt: int, session: int) -> Played:
         ids, log_probs = random.integers(NUM_TOKENS, size=random.integers(2, 9)).tolist(), []
         reply_tokens = int(random.integers(1, 7))
         for _ in range(reply_tokens):
-            of_token = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            ids.append(int(random.choice(NUM_TOKENS, p=of_token.exp().numpy())))
-            log_probs.append(of_token[ids[-1]])
+            token_log_probs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(random.choice(NUM_TOKENS, p=token_log_probs.exp().numpy())))
+            log_probs.append(token_log_probs[ids[-1]])
         replies += ids[-reply_tokens:]
-        mask = torch.ones(reply_tokens, dtype=torch.long)  # 0 for tokens that are not the policy's
+        mask = torch.ones(reply_tokens, dtype=torch.long)  # 0 for tokens that the policy did not generate
         row = {"input_ids": torch.tensor(ids), "response_mask": mask, "old_log_probs": torch.stack(log_probs)}
         trajectories.append(row)
     return Played(f"p{prompt}", session, trajectories, reward=sum(token % 2 == 0 for token in replies) / len(replies))
 
 
 def play_round(model: nn.Module, round: int) -> list[Played]:
-    """The round's sessions, each played by one rank, in one order on all of them."""
+    """The sessions of the round, each played by one rank, in the same order on all ranks."""
     dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
     sessions = [(prompt, session) for prompt in range(PROMPTS) for session in range(SESSIONS)]
     shares: list[list[Played]] = [[] for _ in range(dp_size)]
@@ -75,7 +75,7 @@ def play_round(model: nn.Module, round: int) -> list[Played]:
 
 
 def make_batch(sessions: list[Played]) -> rt.TensorBatch:
-    """The round planned, and its tensors: real rows, then padding rows."""
+    """The plan of the round and its tensors: real rows, then padding rows."""
     finished = [played for played in sessions if not played.failure]
     named = [(played, number, row) for played in finished for number, row in enumerate(played.trajectories)]
     tokens, response_tokens = ([len(row[name]) for *_, row in named] for name in ("input_ids", "response_mask"))
@@ -88,7 +88,7 @@ def make_batch(sessions: list[Played]) -> rt.TensorBatch:
         loss_tokens=[int(row["response_mask"].sum()) for *_, row in named],
     )
     prompt, session, score = zip(*[(played.prompt, played.session, played.reward) for played in finished], strict=True)
-    scores = Scores.from_columns(prompt=prompt, session=session, score=score)  # one a session, however many rows
+    scores = Scores.from_columns(prompt=prompt, session=session, score=score)  # one per session, for any number of rows
     advantages = broadcast_to_rows(session_advantages(scores, "grpo"), scores, rows)
     fields = [
         {**row, "advantages": torch.full(row["response_mask"].shape, advantage)}
@@ -103,7 +103,7 @@ def make_batch(sessions: list[Played]) -> rt.TensorBatch:
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.AdamW, batch: rt.TensorBatch, step: Step) -> dict[str, Tensor]:
-    """One optimizer step. Losses and metrics are shares of a sum: nothing is divided by micro-batches or ranks."""
+    """One optimizer step. Losses and metrics are terms of a sum: nothing is divided by micro-batches or ranks."""
     shares: dict[str, Tensor] = {}
     optimizer.zero_grad()
     for _, micro in batch.micro_batches(step, dist.get_rank(), ("old_log_probs", "advantages")):
@@ -121,12 +121,12 @@ def train(rounds: int) -> nn.Module:
     """Train a model on the ranks of the process group."""
     model, metrics = make_model(), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=rounds * STEPS_A_ROUND)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=rounds * STEPS_PER_ROUND)
     for round in range(rounds):
         sessions = play_round(model, round)
         batch = make_batch(sessions)
         for step in batch.plan.steps("actor"):
-            if not step.skipped:  # without a loss token, on any rank
+            if not step.skipped:  # a skipped step has no loss token on any rank
                 metrics = take_step(model, optimizer, batch, step)
             schedule.step()
         failed = {(played.prompt, played.session): played.failure for played in sessions if played.failure}
@@ -138,7 +138,7 @@ def train(rounds: int) -> nn.Module:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a tiny model with a loop of your own; start it with torchrun.")
+    parser = argparse.ArgumentParser(description="Train a tiny model with your own loop; start it with torchrun.")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", help="where to save the weights")
     args = parser.parse_args()

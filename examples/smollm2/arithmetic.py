@@ -1,8 +1,8 @@
-"""Arithmetic in words, and what a reply is worth: the tasks and the reward of configs/smollm2.toml.
+"""Arithmetic word problems: the tasks and the reward of configs/smollm2.toml.
 
-Task i depends on (i, seed) alone. The answer is never one of the question's numbers, so a reply that has it is right. A
-part of the reward is for being short, so that a group in which all are right, or all are wrong, has something to learn
-from, too.
+Task i depends only on (i, seed). The answer is never one of the question's numbers, so a reply that contains it is
+right. Short replies get a part of the reward, so that groups in which all replies are right, or all are wrong, also
+have something to learn from.
 """
 
 import random
@@ -13,15 +13,15 @@ from raggedright.agents import Task
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps")
 RIGHT, SHORT = 0.8, 0.2
-LONG = 100  # characters; a reply of as many is not short at all
+LONG = 100  # characters; a reply of this length gets nothing for being short
 
 
 def task(index: int, seed: int) -> dict[str, object]:
     """A question with numbers up to 17, and its answer."""
-    chance = random.Random(f"{seed}/{index}")
-    name, things = chance.choice(NAMES), chance.choice(THINGS)
-    a, b = chance.sample(range(2, 10), 2)
-    text, answer = chance.choice(
+    rng = random.Random(f"{seed}/{index}")
+    name, things = rng.choice(NAMES), rng.choice(THINGS)
+    a, b = rng.sample(range(2, 10), 2)
+    text, answer = rng.choice(
         (
             (f"{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?", a + b),
             (f"{name} had {a + b} {things} and gave away {b}. How many {things} does {name} have left?", a),

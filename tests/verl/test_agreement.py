@@ -1,9 +1,9 @@
-"""For one-trajectory sessions without padding, numbers are those of verl 0.9.1's own functions.
+"""For sessions with one trajectory and without padding, our numbers equal those of verl 0.9.1's own functions.
 
 Run by `make test-verl`, in an environment that has verl; skipped elsewhere. verl computes on [rows, length] rectangles
-with a mask, we on flat tokens with weights. Both get the same numbers, in float64 (agreement to 1e-12) and float32
-(1e-6). Masks are whole numbers, as verl's are: with a float64 mask its `mask.sum() + 1e-8` would differ in the tenth
-digit. Where we differ on purpose the test says so.
+with a mask, we on flat tokens with weights. Both give the same numbers, in float64 (to 1e-12) and float32 (to 1e-6).
+Masks are integers, as in verl: with a float64 mask its `mask.sum() + 1e-8` would differ in the tenth digit. Intended
+differences are stated in the tests.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from raggedright.tensors.gae import gae, whiten
 from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.off_policy import off_policy_metrics
 
-# The whole name: this folder is called verl too, and is found first where verl is not installed.
+# This folder is also called verl, and is imported instead where verl is not installed.
 core = pytest.importorskip("verl.trainer.ppo.core_algos")
 correction = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 config = pytest.importorskip("verl.workers.config")
@@ -90,7 +90,7 @@ def check_loss(ours: Tensor, theirs: Tensor, learned: Tensor) -> None:
 
 
 def check_metrics(ours: Mapping[str, Tensor], theirs: Mapping[str, float], dtype: torch.dtype) -> None:
-    """The same numbers; verl's clip fractions are float32 in any case."""
+    """The same numbers; verl's clip fractions are always float32."""
     for name, value in theirs.items():
         exact = torch.float32 if "clipfrac" in name else dtype
         check_close(ours[name], torch.tensor(value, dtype=torch.float64), exact)
@@ -98,7 +98,7 @@ def check_metrics(ours: Mapping[str, Tensor], theirs: Mapping[str, float], dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_agg", VERL_MODES)
-def test_weights_aggregate_as_agg_loss_does(loss_agg, dtype):
+def test_weighted_sums_agree_with_agg_loss(loss_agg, dtype):
     entropy = draw("entropy", dtype)
     theirs = core.agg_loss(entropy, MASK, loss_agg)
     ours = entropy_loss(flat(entropy), weights_of(loss_agg))
@@ -112,7 +112,7 @@ def test_weights_aggregate_as_agg_loss_does(loss_agg, dtype):
 @pytest.mark.parametrize("scale", [0.5, 30.0])
 @pytest.mark.parametrize(("kind", "name", "dual"), [("ppo", "vanilla", 3.0), ("gspo", "gspo", None)])
 def test_policy_losses_agree(kind, name, dual, scale, loss_agg, dtype):
-    """At scale 30 log-ratios pass the clamps, which are verl's."""
+    """At scale 30 log-ratios exceed the clamps, which are the same as verl's."""
     log_prob, old = draw("log_prob", dtype, scale), draw("old_log_prob", dtype, scale)
     advantages = draw("advantages", dtype)
     theirs, metrics = core.get_policy_loss_fn(name)(
@@ -145,7 +145,7 @@ def test_reinforce_agrees(loss_agg, dtype):
 @pytest.mark.parametrize("scale", [0.5, 30.0])
 @pytest.mark.parametrize("kind", get_args(KlEstimator))
 def test_kl_estimators_agree(kind, scale, dtype):
-    """At scale 30 log-ratios pass the clamps, which are verl's."""
+    """At scale 30 log-ratios exceed the clamps, which are the same as verl's."""
     log_prob, ref = draw("log_prob", dtype, scale), draw("ref_log_prob", dtype, scale)
     old_name = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[kind]
     by_token = core.kl_penalty(log_prob, ref, kind)
@@ -173,7 +173,7 @@ def test_value_losses_agree(loss_agg, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gae_and_whitening_agree(dtype):
-    """Rewards stand on every token, also on observations, where neither counts them."""
+    """Every token has a reward, also observations, where neither of us counts it."""
     rewards, values = draw("rewards", dtype), draw("values", dtype)
     theirs, their_returns = core.compute_gae_advantage_return(rewards, values, MASK, gamma=0.97, lam=0.9)
     split = [[x[i, :length] for i, length in enumerate(LENGTHS)] for x in (rewards, values, MASK)]
@@ -186,8 +186,8 @@ def test_gae_and_whitening_agree(dtype):
 
 @pytest.mark.parametrize("std", [True, False])
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_outcome_advantages_agree_but_for_a_group_of_one(estimator, std):
-    """A prompt with a single session tells nothing about it: zero here; verl passes its score on."""
+def test_outcome_advantages_agree_except_for_a_group_of_one(estimator, std):
+    """A single session has nothing to be compared with: its advantage is zero here; verl returns its score."""
     prompt = np.array(["a"] * 4 + ["b"] * 3 + ["c"] * 4 + ["d"])
     scores = draw("scores", torch.float64)[:, 0]
     rewards = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_outcome_advantages_agree_but_for_a_group_of_one(estimator, std):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_off_policy_metrics_agree(dtype):
-    """verl's largest and smallest difference are not among ours: extremes do not add over micro-batches."""
+    """verl's maximum and minimum are not among our metrics: extremes cannot be summed over micro-batches."""
     old, rollout = draw("old_log_prob", dtype), draw("rollout_log_prob", dtype)
     theirs = correction.compute_rollout_corr_metrics_from_logprobs(old, rollout, MASK)
     row_weights = torch.full((ROWS,), 1 / ROWS, dtype=torch.float64)

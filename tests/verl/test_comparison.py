@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""The table of `make compare-verl`: each of verl's faults shows without the plug-in, and is gone with it."""
+"""The table of `make compare-verl`: each of verl's faults occurs without the plug-in and not with it."""
 
 import math
 import sys
@@ -34,7 +34,7 @@ def test_padding_steps_and_balance(tmp_path):
         assert line.ours == (pytest.approx(1.0, abs=0.02) if what.startswith("slowest") else line.right), what
 
 
-def test_no_step_on_padding_alone(tmp_path):
+def test_no_step_has_only_padding(tmp_path):
     """verl 0.9.1: a padding-only mini-batch still steps AdamW."""
     steps, moved = compare.compare_padding_alone(tmp_path)
     assert steps.verl == 2

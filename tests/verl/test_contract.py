@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""The installed verl has what the plug-in uses; one that lacks a hook is refused in one clear sentence."""
+"""The installed verl has all hooks that the plug-in uses; a verl that lacks one is refused with a clear error."""
 
 import sys
 
@@ -16,7 +16,7 @@ def test_the_installed_verl_has_every_hook():
 
 
 @pytest.mark.parametrize(
-    ("hook", "parameters", "sentence"),
+    ("hook", "parameters", "message"),
     [
         (
             "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_rows",
@@ -27,12 +27,12 @@ def test_the_installed_verl_has_every_hook():
         ("verl.trainer.ppo.core_algos:kl_penalty", ("weights",), "kl_penalty takes no weights"),
     ],
 )
-def test_a_missing_hook_is_one_sentence(hook, parameters, sentence):
-    with pytest.raises(contract.ContractError) as told:
+def test_a_missing_hook_is_an_error_that_names_it(hook, parameters, message):
+    with pytest.raises(contract.ContractError) as error:
         contract.check_contract({hook: parameters})
-    assert sentence in str(told.value)
-    assert "verl 0.9.1" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message in str(error.value)
+    assert "verl 0.9.1" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_worker_that_does_not_read_our_settings_is_refused(monkeypatch):
@@ -47,7 +47,7 @@ def test_other_versions_are_named(monkeypatch):
 
 
 def test_importing_the_plug_in_replaces_nothing_of_verl():
-    """So verl's own tests cannot come out otherwise: it adds three trainers and one estimator to registries."""
+    """So verl's own tests are not affected: the plug-in only adds three trainers and one estimator to registries."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 

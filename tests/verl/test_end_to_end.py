@@ -1,8 +1,8 @@
-"""verl's own loop, end to end on two CPU ranks, with the plug-in: the verification run.
+"""verl's own loop with the plug-in, end to end on two CPU ranks: the verification run.
 
 `python -m verl.trainer.main_ppo`, with verl's trainer, workers, FSDP2, TransferQueue and agent-loop workers in real
-processes; verl's registries take a CPU from outside (`verl_on_cpu`). What is claimed of a round is read in three places
-that do not know of each other: verl's log, the rows that verl writes down, and counts in the engine.
+processes; CPU support is added through verl's registries (`verl_on_cpu`). The claims about a round are checked in three
+independent places: verl's log, the rows that verl writes, and counters in the engine.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def test_verl_trains_every_row_of_ragged_sessions_in_the_configured_steps(
     metrics: list[dict[str, float]], folder: Path
 ) -> None:
-    """verl 0.9.1 alone takes as many steps as its padded rows make: 480 rows in four mini-batches of 120, not three."""
+    """The steps of verl 0.9.1 alone follow from its padded rows: 480 rows are four mini-batches of 120, not three."""
     assert len(metrics) == ROUNDS
     rows_of_session = set()
     for number, of_round in enumerate(metrics, start=1):
@@ -46,15 +46,15 @@ def test_verl_trains_every_row_of_ragged_sessions_in_the_configured_steps(
             prompt, session, trajectory = row["uid"].rsplit("_", 2)
             sessions[prompt, session].append(int(trajectory))
         assert len(sessions) == BATCH_SIZE * SESSIONS
-        assert all(sorted(found) == list(range(len(found))) for found in sessions.values())
-        rows_of_session |= {len(found) for found in sessions.values()}
+        assert all(sorted(numbers) == list(range(len(numbers))) for numbers in sessions.values())
+        rows_of_session |= {len(numbers) for numbers in sessions.values()}
         assert of_round["actor/engine/optimizer_steps_max"] == STEPS * number
         assert total(of_round, "loss_rows") == len(rows) == of_round["ledger/total/rows_trained"]
         assert total(of_round, "rows") - len(rows) == of_round["ledger/total/padding_rows"] < DP * STEPS
     assert rows_of_session == {1, 2, 3, 4}
 
 
-def test_what_verl_reports_leaves_padding_out_and_counts_a_session_once(
+def test_verls_metrics_exclude_padding_and_count_each_session_once(
     metrics: list[dict[str, float]], folder: Path
 ) -> None:
     assert sum(of_round["ledger/total/padding_rows"] for of_round in metrics) > 0
@@ -68,9 +68,9 @@ def test_what_verl_reports_leaves_padding_out_and_counts_a_session_once(
         assert of_round["rows_per_session/mean"] == len(rows) / len(by_session)
 
 
-def total(of_round: dict[str, float], what: str) -> int:
-    """What arrived in the actor's engine in a round; verl reports the mean over ranks and steps."""
-    return round(of_round[f"actor/engine/{what}"] * DP * STEPS)
+def total(of_round: dict[str, float], name: str) -> int:
+    """A counter of the actor's engine, summed over a round; verl reports the mean over ranks and steps."""
+    return round(of_round[f"actor/engine/{name}"] * DP * STEPS)
 
 
 def test_the_score_rises(metrics: list[dict[str, float]]) -> None:

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""The plug-in's losses in verl's own update: any cut and any padding gives the gradient of the rows one by one.
+"""The plug-in's losses in verl's own update: for any cut and padding, the gradient is that of the rows one by one.
 
 Ranks run one after another in float64, with verl's iterator, micro-batches and losses. Weights are float32 fields of
 rows, so gradients agree to 1e-7.
@@ -52,7 +52,7 @@ def actor_config(**settings: object) -> ActorConfig:
 
 
 def planned(rows: Rows, *, dp_size: int, mini_batch_size: int, loss_agg: str = "token-mean"):
-    """The plan, each rank's rows by step with their weights in them, and what the batch tells the workers."""
+    """The plan, all rows with their weights as a field, each rank's rows by step, and the settings of the batch."""
     layout = Layout(
         cut="equal-rows", dp_size=dp_size, batch_size=4, mini_batch_size=mini_batch_size, rollout_n=2,
         loss_agg="token-mean" if loss_agg == "token-sum" else loss_agg, loss_norm_tokens=NORM_TOKENS,
@@ -73,7 +73,7 @@ def planned(rows: Rows, *, dp_size: int, mini_batch_size: int, loss_agg: str = "
 
 
 def reference_gradient(model: Model, rows: list[Row], weights: list[float], of_row) -> Tensor:
-    """Each row alone, its mean loss by verl's own function, times its loss tokens and weight."""
+    """The sum over rows of verl's mean loss of the row x its loss tokens x its weight."""
     model.zero_grad()
     for row, weight in zip(rows, weights, strict=True):
         if weight:
@@ -100,8 +100,8 @@ def actor_row_loss(config: ActorConfig):
     return of_row
 
 
-def error(found: Tensor, right: Tensor) -> float:
-    return float((found - right).norm() / right.norm())
+def error(gradient: Tensor, right: Tensor) -> float:
+    return float((gradient - right).norm() / right.norm())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -111,7 +111,7 @@ def test_the_actors_gradient_is_that_of_the_rows_one_by_one(mode, dp_size, max_t
     rows = make_rows()
     plan, fields, ranks, info = planned(rows, dp_size=dp_size, mini_batch_size=2, loss_agg=mode)
     model, config = Model(), actor_config()
-    found, _ = update(
+    gradients, _ = update(
         model,
         ranks,
         partial(weighted_losses.weighted_policy_loss, config),
@@ -119,20 +119,22 @@ def test_the_actors_gradient_is_that_of_the_rows_one_by_one(mode, dp_size, max_t
         info=info,
         max_tokens=max_tokens,
     )
-    assert len(found) == 2
-    for gradient, step in zip(found, plan.steps("actor"), strict=True):
+    assert len(gradients) == 2
+    for gradient, step in zip(gradients, plan.steps("actor"), strict=True):
         weights = [float(fields[i][weighted_losses.ACTOR_WEIGHT]) for i in step.row]
         right = reference_gradient(model, [fields[i] for i in step.row], weights, actor_row_loss(config))
         assert error(gradient, right) < 1e-7
 
 
 @pytest.mark.parametrize("loss_mode", ["dppo_tv", "dppo_kl", "gspo", "gpg", "dro", "cispo", "sapo"])
-def test_every_policy_loss_of_verl_takes_the_weights(loss_mode):
+def test_every_policy_loss_of_verl_uses_the_weights(loss_mode):
     rows = make_rows()
     plan, fields, ranks, info = planned(rows, dp_size=2, mini_batch_size=2, loss_agg="session-mean")
     model, config = Model(), actor_config(policy_loss=PolicyLossConfig(loss_mode=loss_mode, dro_beta=0.1))
-    found, _ = update(model, ranks, partial(weighted_losses.weighted_policy_loss, config), num_mini_batch=2, info=info)
-    for gradient, step in zip(found, plan.steps("actor"), strict=True):
+    gradients, _ = update(
+        model, ranks, partial(weighted_losses.weighted_policy_loss, config), num_mini_batch=2, info=info
+    )
+    for gradient, step in zip(gradients, plan.steps("actor"), strict=True):
         weights = [float(fields[i][weighted_losses.ACTOR_WEIGHT]) for i in step.row]
         right = reference_gradient(model, [fields[i] for i in step.row], weights, actor_row_loss(config))
         assert error(gradient, right) < 1e-7
@@ -144,15 +146,15 @@ def test_the_critics_gradient_is_that_of_the_rows_one_by_one(mode):
     plan, fields, ranks, info = planned(make_rows(), dp_size=4, mini_batch_size=2, loss_agg=mode)
     config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, cliprange_value=0.5)
     model = Model()
-    found, metrics = update(
+    gradients, metrics = update(
         model, ranks, partial(weighted_losses.weighted_value_loss, config), num_mini_batch=2, info=info
     )
 
     def of_row(output: dict[str, Tensor], row: Row) -> Tensor:
-        given = (output["values"], *(row[name].unsqueeze(0) for name in ("returns", "values", "response_mask")))
-        return core.compute_value_loss(*given, 0.5)[0]
+        arguments = (output["values"], *(row[name].unsqueeze(0) for name in ("returns", "values", "response_mask")))
+        return core.compute_value_loss(*arguments, 0.5)[0]
 
-    for gradient, step in zip(found, plan.steps("actor"), strict=True):
+    for gradient, step in zip(gradients, plan.steps("actor"), strict=True):
         weights = [float(fields[i][weighted_losses.CRITIC_WEIGHT]) for i in step.row]
         right = reference_gradient(model, [fields[i] for i in step.row], weights, of_row)
         assert error(gradient, right) < 1e-7
@@ -164,7 +166,7 @@ def test_the_critics_gradient_is_that_of_the_rows_one_by_one(mode):
 
 @pytest.mark.parametrize("mini_batch_size", [4, 1])
 def test_metrics_of_the_loss_are_means_over_real_tokens(mini_batch_size):
-    """verl 0.9.1 averages over micro-batches whatever they hold: pg_clipfrac 0.223 -> 0.149."""
+    """verl 0.9.1 averages over micro-batches regardless of their size: pg_clipfrac 0.223 -> 0.149."""
     plan, fields, ranks, info = planned(make_rows(), dp_size=4, mini_batch_size=mini_batch_size)
     model, config = Model(), actor_config()
     steps = len(plan.steps("actor"))
@@ -188,28 +190,28 @@ def test_rollout_correction_weights_stay_in_the_loss():
         row["rollout_is_weights"] = 0.5 + row["values"].abs()
     model, config = Model(), actor_config()
     loss = partial(weighted_losses.weighted_policy_loss, config)
-    (found,), _ = update(model, ranks, loss, num_mini_batch=1, info=info)
+    (gradient,), _ = update(model, ranks, loss, num_mini_batch=1, info=info)
     corrected = [{**row, "advantages": row["advantages"] * row["rollout_is_weights"]} for row in fields]
     weights = [float(row[weighted_losses.ACTOR_WEIGHT]) for row in fields]
-    assert error(found, reference_gradient(model, corrected, weights, actor_row_loss(config))) < 1e-7
+    assert error(gradient, reference_gradient(model, corrected, weights, actor_row_loss(config))) < 1e-7
 
 
-def test_bypass_mode_takes_weights_by_the_advantage():
-    """Its own rollout correction stays verl's; with neither weights nor rejection it is the clipped objective."""
+def test_bypass_mode_is_weighted_through_the_advantage():
+    """Its rollout correction is verl's own; without weights and rejection it is the clipped objective."""
     correction = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
     policy_loss = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction)
     _, fields, ranks, info = planned(make_rows(), dp_size=2, mini_batch_size=4, loss_agg="session-mean")
     model = Model()
     loss = partial(weighted_losses.weighted_policy_loss, actor_config(policy_loss=policy_loss))
-    (found,), metrics = update(model, ranks, loss, num_mini_batch=1, info=info)
+    (gradient,), metrics = update(model, ranks, loss, num_mini_batch=1, info=info)
     weights = [float(row[weighted_losses.ACTOR_WEIGHT]) for row in fields]
     right = reference_gradient(model, fields, weights, actor_row_loss(actor_config()))
-    assert error(found, right) < 1e-7
+    assert error(gradient, right) < 1e-7
     old = [-row["old_log_probs"][row["response_mask"].bool()].mean() for row in fields if row["response_mask"].any()]
     assert metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(float(torch.stack(old).mean()), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "geo_mean", "somebody's own"])
-def test_a_policy_loss_that_cannot_be_weighed_is_refused_by_name(loss_mode):
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "geo_mean", "custom"])
+def test_a_policy_loss_that_cannot_be_weighted_is_refused_by_name(loss_mode):
     with pytest.raises(ConfigError, match=f"loss_mode '?\"?{loss_mode}"):
         weighted_losses.check_policy_loss(loss_mode)

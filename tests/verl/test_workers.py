@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """verl's own actor workers, two gloo ranks with its FSDP2 engine, driven by the trainer's steps.
 
-The optimizer is plain SGD with a rate of 1, so a step of weights is a gradient: it must be that of the rows one by one,
-computed here with the same model in float32.
+The optimizer is SGD with learning rate 1, so the change of the weights is the gradient: it must be that of the rows one
+by one, computed here with the same model in float32.
 """
 
 from collections.abc import Iterator
@@ -28,16 +28,16 @@ FIELDS = ("input_ids", "responses", "response_mask", "old_log_probs", "advantage
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("verl")
-    make_model(made / "model")
-    return made
+    folder = tmp_path_factory.mktemp("verl")
+    make_model(folder / "model")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def trainer(queue, folder) -> Iterator[object]:
-    """One step a round, sessions that count once."""
-    own = {"trainer.v1.raggedright.loss_agg": "session-mean", "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
-    config = make_config(folder, **engine_settings(), **own)
+    """One step per round, each session counted once."""
+    settings = {"trainer.v1.raggedright.loss_agg": "session-mean", "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
+    config = make_config(folder, **engine_settings(), **settings)
     workers = start_actor(config, 2)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     workers.set_loss_fn(partial(weighted_losses.weighted_policy_loss, config=actor))
@@ -47,7 +47,7 @@ def trainer(queue, folder) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("num_prompts", [4, 3, 1])
-def test_weights_of_verls_workers_move_by_the_gradient_of_the_rows_one_by_one(num_prompts, trainer, folder):
+def test_verls_workers_move_weights_by_the_gradient_of_the_rows_one_by_one(num_prompts, trainer, folder):
     metrics: dict[str, float] = {}
     start = trainer.actor_rollout_wg.weights()[0]
     sessions = [(p, s, rows, float(s)) for p, s, rows, _ in ragged_sessions(num_prompts, seed=num_prompts)]
@@ -61,10 +61,10 @@ def test_weights_of_verls_workers_move_by_the_gradient_of_the_rows_one_by_one(nu
     for row in rows:
         if row["response_mask"].any():
             (summed_loss(model, row) * row[weighted_losses.ACTOR_WEIGHT]).sum().backward()
-    found = torch.cat([(start[name] - end[name]).flatten() for name in start])
+    change = torch.cat([(start[name] - end[name]).flatten() for name in start])
     gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
     right = torch.cat([gradients[name].flatten() for name in start])
-    assert float((found - right).norm() / right.norm()) < 2e-5
+    assert float((change - right).norm() / right.norm()) < 2e-5
     assert metrics["ledger/total/padding_rows"] == len(whole) - metrics["ledger/total/rows_trained"]
     assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
 

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """raggedright's compaction agent as one of verl's agent loops: a session emits one to four trajectories.
 
-Its reward goes to every trajectory of the session, as verl does with what its reward loop computes.
+Every trajectory of the session gets its reward, as with the rewards of verl's reward loop.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""verl's own FSDP2 engine for the actor, which also says what it trained on.
+"""verl's own FSDP2 engine for the actor, which also reports what it trained on.
 
-The numbers are the engine's, not the trainer's: rows and loss tokens as they arrive for a step, of which verl reports
-the mean over ranks and steps, and the steps that the optimizer itself has counted. It has the vendor's name in its key,
-which verl looks up before the plain engine's.
+The numbers come from the engine, not from the trainer: rows and loss tokens of each step, of which verl reports the
+mean over ranks and steps, and the optimizer's own step count. Its key has a vendor, which verl looks up before the
+plain engine.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu", vendor="cpu")
 class CountingEngine(FSDPEngineWithLMHead):
-    """The actor's engine, with what arrives for a step among its metrics."""
+    """The actor's engine, with the rows and tokens of a step in its metrics."""
 
     def train_batch(self, data: Any, loss_function: Callable) -> dict:
-        """One optimizer step, and what it was taken on."""
+        """One optimizer step, with the number of its rows and tokens."""
         tokens = [int(row.sum()) for row in data["loss_mask"].unbind()]
         output = super().train_batch(data, loss_function)
         output["metrics"] |= {

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
-"""A rollout in the shape of verl's servers: one actor a replica generates with raggedright's local engine.
+"""A rollout with the interface of verl's servers: one actor per replica generates with raggedright's local engine.
 
-`LocalReplica` starts the server; `LocalRollout` sits in the training workers and, on the replica's first rank, sends
+`LocalReplica` starts the server; `LocalRollout` runs in the training workers and, on the replica's first rank, sends
 the full weights after every round. All ranks read them, because gathering shards is a collective.
 """
 
@@ -24,7 +24,7 @@ NAME = "raggedright_local"
 
 
 class LocalServer:
-    """What verl asks of a server, for a model in this process."""
+    """The methods that verl calls on a server, for a model in this process."""
 
     def __init__(self, path: str, *, response_length: int) -> None:
         torch.set_num_threads(1)

@@ -109,5 +109,5 @@ def test_what_needs_ray_is_refused_without_it(tmp_path: Path):
         make_run(tmp_path / "a", {"store": {"backend": "transfer_queue"}})
     with pytest.raises(ConfigError, match=r"Ray gives a rank no GPU; set parallel.gpus_per_rank to 1"):
         make_run(tmp_path / "b", {"parallel": {"launcher": "ray", "device": "cuda"}})
-    with pytest.raises(TrainError, match=r"nobody listens at 127.0.0.1:1; give the address of a Ray that runs"):
+    with pytest.raises(TrainError, match=r"nothing is listening at 127.0.0.1:1; set the address of a running Ray"):
         launch(make_run(tmp_path / "c", on_ray("127.0.0.1:1")))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raggedright.cli.config_options import CHANGED_OFTEN
+from raggedright.cli.train_command import CHANGED_OFTEN
 from raggedright.config.load import keys
 from unit.terminals import raggedright, run_in_pipe, run_in_terminal
 
@@ -62,7 +62,7 @@ def test_the_short_help_of_train_fits_a_screen_and_points_to_the_long_one():
 def test_the_long_help_of_train_has_every_key_in_words_that_a_user_knows():
     _, lines = raggedright("pipe", "train", "--help-all", width=120)
     text = "\n".join(lines)
-    for key, _, _ in keys():
+    for key in keys():
         assert f"  --{key} " in text, key
     assert not re.search(r"\{\{|dict\[|None|\bnull\)|\bstr\b|\bint\b|\bbool\b|False|True", text)
     assert "--algorithm.advantages NAME" in text
@@ -85,9 +85,9 @@ def test_a_terminal_that_is_too_narrow_cuts_no_figure(width: int):
 
 SLOW_WORK = """
 import time
-from raggedright.cli import progress
-progress.DELAY_SECONDS = {delay}
-with progress.progress_bar() as report:
+from raggedright.cli import arguments
+arguments.DELAY_SECONDS = {delay}
+with arguments.progress_bar() as report:
     report("reading rows", 1, 2)
     time.sleep(0.5)
 print("done")

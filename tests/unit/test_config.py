@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pages.config_keys import takes
 from raggedright.cli import main
 from raggedright.config import Config, dump_config, load_config
+from raggedright.config.key_rules import RULES, resume_changes
 from raggedright.config.load import keys, make_config, parse_config
-from raggedright.config.reference import takes
-from raggedright.config.resume import changes
-from raggedright.config.unused import RULES
 from raggedright.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +83,7 @@ def test_an_unknown_key_outside_its_section_is_told_where_it_belongs() -> None:
     ("sections", "words"),
     [
         ({"algorithm": {"advantages": "gae"}}, "gae and there is no critic"),
-        ({"critic": {"mini_batch_size": 2}}, "has no use for values"),
+        ({"critic": {"mini_batch_size": 2}}, "does not use values"),
         ({"critic": {"warmup_rounds": 1}}, "critic.warmup_rounds is 1"),
         ({"algorithm": {"advantages": "gae"}, "critic": {"mini_batch_size": 2, "warmup_rounds": 2}}, "never trains"),
         ({"store": {"backend": "memory"}, "parallel": {"dp": 2}}, "use sqlite"),
@@ -105,8 +104,8 @@ def test_an_unknown_key_outside_its_section_is_told_where_it_belongs() -> None:
             {"rollout": {"dynamic_sampling": True}, "algorithm": {"advantages": "reinforce++"}},
             "rollout.dynamic_sampling is true and algorithm.advantages reinforce",
         ),
-        ({"model": {"path": "here"}}, "either path"),
-        ({"model": {"symbols": ""}}, "give its symbols"),
+        ({"model": {"path": "here"}}, "both path and made are set"),
+        ({"model": {"symbols": ""}}, "set its symbols"),
         ({"model": {"made": {"hidden_size": 4}}}, "no model_type"),
     ],
 )
@@ -129,7 +128,7 @@ def test_nothing_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_key_has_a_line_of_help() -> None:
-    assert [name for name, section, own in keys() if not section.model_fields[own].description] == []
+    assert [key for key, field in keys().items() if not field.description] == []
 
 
 def test_while_the_critic_warms_up_the_plan_is_for_the_critic_alone() -> None:
@@ -144,14 +143,15 @@ OF_TYPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "section", "own"), [*keys()], ids=[key for key, *_ in keys()])
-def test_a_value_of_another_type_is_refused_by_key_value_and_type(key, section, own) -> None:
+@pytest.mark.parametrize("key", keys())
+def test_a_value_of_another_type_is_refused_by_key_value_and_type(key) -> None:
     """`mini_batch_size = true` was 1, and `batch_size = "45"` was 45."""
-    allowed = OF_TYPE.get(takes(section.model_fields[own].annotation), ())  # a choice takes none of these values
+    allowed = OF_TYPE.get(takes(keys()[key]), ())  # a choice takes none of these values
     wrong = [value for value in VALUES if type(value) not in allowed]
     assert len(wrong) >= 5
     for value in wrong:
-        changed = config_values(**{key.split(".")[0]: {own: value} if "." in key else value})
+        section, _, name = key.partition(".")
+        changed = config_values(**{section: {name: value} if name else value})
         with pytest.raises(ConfigError, match="test has a fault") as caught:
             make_config(changed, source="test")
         assert f"{key} is {value!r}: it takes " in str(caught.value)
@@ -325,8 +325,8 @@ def test_of_tables_that_differ_only_the_keys_that_do_are_shown() -> None:
     made = config_with().model.made
     assert made is not None
     other = config_with(model={"made": {**made, "hidden_size": 48}, "symbols": config_with().model.symbols})
-    with pytest.raises(ConfigError, match=r"otherwise: model\.made\.hidden_size None -> 48; give"):
-        changes(config_with(), other)
+    with pytest.raises(ConfigError, match=r"settings: model\.made\.hidden_size None -> 48; give"):
+        resume_changes(config_with(), other)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raggedright.cli import report as command
+from raggedright.cli import report_command as command
 from raggedright.report.events import (
     EventLog,
     EventsError,

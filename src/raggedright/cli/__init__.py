@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from raggedright.cli import check, plan, report, train
+from raggedright.cli import check_command, plan_command, report_command, train_command
 from raggedright.errors import RaggedRightError
 from raggedright.files import disk_fault
 from raggedright.report.text import say
@@ -15,7 +15,7 @@ EXIT_BAD_INPUT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of all subcommands; `argv` says whether the config's keys are needed."""
+    """The parser of all subcommands; it has the config's keys as options only if `argv` contains `train`."""
     parser = argparse.ArgumentParser(
         prog="raggedright",
         description="Ragged rollouts in, right batches out.",
@@ -24,15 +24,15 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"raggedright {version('raggedright')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    plan.add_command(commands)
-    check.add_command(commands)
-    train.add_command(commands, argv)
-    report.add_command(commands)
+    plan_command.add_command(commands)
+    check_command.add_command(commands)
+    train_command.add_command(commands, argv)
+    report_command.add_command(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; what goes wrong is said in a sentence on standard error."""
+    """Run a subcommand and return its exit code; an error is one sentence on standard error."""
     _open_closed_streams()
     parser = make_parser(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RaggedRightError as error:
         say(f"raggedright: {error}", error=True)
         return EXIT_BAD_INPUT
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         fault = disk_fault(error)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Have closed streams (`>&-`) read and write nothing; else the next file that is opened gets their number."""
+    """Replace closed streams (`>&-`) by /dev/null; otherwise the next opened file would get their descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

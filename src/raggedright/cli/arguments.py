@@ -1,10 +1,20 @@
-"""What subcommands share: how one is declared, and the numbers that their options take."""
+"""Shared by the subcommands: how one is declared, the integers that options take, and a progress bar."""
 
 import argparse
 import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+DELAY_SECONDS = 1.0  # shorter work shows no progress bar
+
 Commands = argparse._SubParsersAction  # argparse has no public name for it
+ReportProgress = Callable[[str, int, int], None]
+"""Takes the current activity, the amount that is done, and the total; a total of 0 means that it is not known."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -26,7 +36,7 @@ class HelpFormatter(argparse.HelpFormatter):
 def add_parser(
     commands: "Commands[argparse.ArgumentParser]", name: str, *, summary: str, description: str, epilog: str
 ) -> argparse.ArgumentParser:
-    """A subcommand whose help ends with examples as they are written."""
+    """Add a subcommand whose help ends with examples."""
     return commands.add_parser(
         name,
         help=summary,
@@ -55,3 +65,24 @@ def counts(text: str) -> list[int]:
     except argparse.ArgumentTypeError:
         message = f"{text!r} is not a list of integers of at least 1, such as 1,2,4"
         raise argparse.ArgumentTypeError(message) from None
+
+
+@contextmanager
+def progress_bar() -> Iterator[ReportProgress]:
+    """Show a progress bar on standard error during long work, and erase it at the end; nothing without a terminal."""
+    console = Console(stderr=True)
+    if not console.is_interactive:
+        yield lambda activity, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=None)
+    timer = threading.Timer(DELAY_SECONDS, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda activity, done, total: bar.update(task, description=activity, completed=done, total=total or None)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()

@@ -2,8 +2,7 @@
 
 import argparse
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -31,13 +30,13 @@ examples:
   raggedright check --format json | jq .max_rel_error
 
 Each case plans a made-up ragged batch, runs it rank by rank and micro-batch by micro-batch, padding rows included, and
-compares gradient and metrics with the same rows run one by one. Half of the cases have rows that reach past the
-windows, chunks and positions in the model's config. Then come advantages, weights after optimizer steps in two
+compares gradient and metrics with the same rows run one by one. Half of the cases have rows that are longer than the
+windows, chunks and positions in the model's config. Then follow advantages, weights after optimizer steps in two
 processes, and bfloat16. Exit code 1 above the tolerance: 1e-10 in float64, 1e-5 in float32.
 """
 DTYPES = ("float64", "float32")
-COVERINGS = 3  # different ones: each has every pair of choices
-MOST_PARAMETERS = 50_000_000  # of a model whose optimizer steps are run in float64
+NUM_COVERINGS = 3  # each covering has every pair of choices, in other combinations
+MAX_PARAMETERS = 50_000_000  # of a model whose optimizer steps are run in float64
 
 
 class CheckError(RaggedRightError):
@@ -55,17 +54,13 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     add = parser.add_argument
     add(
-        "--model",
-        action="append",
-        metavar="NAME",
+        "--model", action="append", metavar="NAME",
         help="qwen3, qwen3-moe, qwen3-vl, mistral or a model directory (default the first three)",
-    )
+    )  # fmt: skip
     add(
-        "--critic",
-        action="append",
-        metavar="NAME",
+        "--critic", action="append", metavar="NAME",
         help="a directory for critic.path (default mistral, made on the spot)",
-    )
+    )  # fmt: skip
     add("--dp", type=counts, default=[1, 2, 3, 4], metavar="N,N", help="data-parallel sizes (default 1,2,3,4)")
     add("--dtype", action="append", choices=DTYPES, help="default both")
     add("--longest", type=count, metavar="N", help="most tokens of a row (default 1024 or less, by the vocabulary)")
@@ -77,7 +72,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Choose cases, run them, show them."""
+    """Choose cases, run them and show the results."""
     for name in (*(args.model or ()), *(args.critic or ())):
         _check_name(name)
     try:
@@ -89,26 +84,24 @@ def run(args: argparse.Namespace) -> None:
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
-    set_verbosity_error()  # a critic's new head is no news
+    set_verbosity_error()  # a critic has a new head, which transformers would report
     models, critics = args.model or list(BUILTIN), args.critic or ([] if args.model else list(CRITICS))
     dtypes = args.dtype or DTYPES
     facts = [facts_of(name, dtypes[0], longest=args.longest) for name in models]
     facts += [facts_of(name, dtypes[0], longest=args.longest, only_critic=True) for name in critics]
-    cases = _choose(args, facts, critics, dtypes)
-    results = list(_run_all(list(islice(cases, args.most)), args.longest))
+    cases = list(islice(_choose_cases(args, facts, critics, dtypes), args.most))
+    results = _run_cases(cases, args.longest)
     lines = [] if args.most else _run_sections(facts, critics)
     checked = [of_model.model for of_model in facts if any(r.case.model == of_model.model for r in results)]
     sentences = {name: sentence_of(name, results) for name in checked}
     if args.format == "json":
-        json.dump(_to_dict(results, facts, sentences, lines), sys.stdout)
-        print()
+        print(json.dumps(_to_dict(results, facts, sentences, lines)))
     else:
         _print_report(results, facts, sentences, lines)
-    failed = {result.case.model for result in results if not result.passed}
-    num_failed = sum(not result.passed for result in results)
+    failed = [result.case.model for result in results if not result.passed]
     if failed:
-        found = "; ".join(sentences[name] for name in checked if name in failed)
-        raise CheckError(f"{num_failed} of {len(results)} cases are above their tolerance: {found}")
+        faults = "; ".join(sentences[name] for name in checked if name in failed)
+        raise CheckError(f"{len(failed)} of {len(results)} cases are above their tolerance: {faults}")
     for line in lines:
         if not line.passed:
             raise CheckError(
@@ -116,7 +109,17 @@ def run(args: argparse.Namespace) -> None:
             )
 
 
-def _choose(
+def _check_name(name: str) -> None:
+    """Refuse a path that is not a model directory before anything slow is imported."""
+    if "/" not in name and not Path(name).is_dir():
+        return  # the name of a model that is made on the spot; a wrong name is refused later, with the right ones
+    if not (Path(name) / "config.json").is_file():
+        inside = Path(name) / "model"
+        hint = f"; did you mean {inside}?" if (inside / "config.json").is_file() else ""
+        raise ConfigError(f"--model {name}: not a model directory, it has no config.json{hint}")
+
+
+def _choose_cases(
     args: argparse.Namespace, facts: "Sequence[ModelFacts]", critics: Sequence[str], dtypes: Sequence[str]
 ) -> "Iterable[Case]":
     """All cases, or several coverings."""
@@ -126,18 +129,30 @@ def _choose(
     options = choices([of_model.model for of_model in facts], args.dp, dtypes)
     if args.full:
         return all_cases(options, able(facts, critics))
-    coverings = (covering_cases(options, able(facts, critics), seed=args.seed + i) for i in range(COVERINGS))
+    coverings = (covering_cases(options, able(facts, critics), seed=args.seed + i) for i in range(NUM_COVERINGS))
     return dict.fromkeys(case for covering in coverings for case in covering)
 
 
+def _run_cases(cases: "Sequence[Case]", longest: int | None) -> "list[Result]":
+    import torch
+
+    from raggedright.check.run import run_case
+
+    torch.set_num_threads(1)  # matrices are tiny: threads only wait for each other
+    columns = (TextColumn("checking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        return [run_case(case, longest) for case in progress.track(cases)]
+
+
 def _run_sections(facts: "Sequence[ModelFacts]", critics: Sequence[str]) -> "list[Line]":
-    """What is no case: advantages, weights after steps in two processes, and bfloat16."""
+    """The checks that are not cases: advantages, weights after steps in two processes, and bfloat16."""
     from raggedright.check.advantages import run_advantages
     from raggedright.check.half import run_half
     from raggedright.check.ranks import run_steps, step_cases
 
     actors = [of_model for of_model in facts if of_model.model not in critics]
-    small = [of_model.model for of_model in facts if of_model.parameters <= MOST_PARAMETERS]
+    small = [of_model.model for of_model in facts if of_model.parameters <= MAX_PARAMETERS]
     steps = step_cases([a.model for a in actors if a.model in small], [name for name in critics if name in small])
     lines = run_advantages()
     lines += run_steps(steps) if steps else []
@@ -149,46 +164,15 @@ def _run_sections(facts: "Sequence[ModelFacts]", critics: Sequence[str]) -> "lis
     return lines
 
 
-def _check_name(name: str) -> None:
-    """Refuse what is no model before anything slow is imported."""
-    if "/" not in name and not Path(name).is_dir():
-        return  # one that is made on the spot, or a wrong name, which is told with the right ones
-    if not (Path(name) / "config.json").is_file():
-        inside = Path(name) / "model"
-        hint = f"; did you mean {inside}?" if (inside / "config.json").is_file() else ""
-        raise ConfigError(f"--model {name}: not a model directory, it has no config.json{hint}")
-
-
-def _run_all(cases: "list[Case]", longest: int | None) -> "Iterator[Result]":
-    import torch
-
-    from raggedright.check.run import run_case
-
-    torch.set_num_threads(1)  # tiny matrices: threads only wait for each other
-    columns = (TextColumn("checking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        for case in progress.track(cases):
-            yield run_case(case, longest)
-
-
 def _to_dict(
     results: "Sequence[Result]", facts: "Sequence[ModelFacts]", sentences: dict[str, str], lines: "Sequence[Line]"
 ) -> dict[str, object]:
     from raggedright.check.verdict import verdicts
 
+    numbers = ("padding_rows", "rel_error", "metric_drift", "tolerance", "passed")
     return {
         "cases": [
-            {
-                **asdict(result.case),
-                "critic": result.case.critic,
-                "padding_rows": result.padding_rows,
-                "rel_error": result.rel_error,
-                "metric_drift": result.metric_drift,
-                "tolerance": result.tolerance,
-                "passed": result.passed,
-            }
-            for result in results
+            {**asdict(r.case), "critic": r.case.critic, **{name: getattr(r, name) for name in numbers}} for r in results
         ],
         "models": [{**asdict(of_model), "verdict": sentences.get(of_model.model)} for of_model in facts],
         "verdicts": [verdict.to_dict() for verdict in verdicts(results)],
@@ -202,43 +186,60 @@ def _to_dict(
 def _print_report(
     results: "Sequence[Result]", facts: "Sequence[ModelFacts]", sentences: dict[str, str], lines: "Sequence[Line]"
 ) -> None:
-    """The table, then what each model's verdict is and what was not looked at."""
+    """The tables, then the verdict about each model and what was not checked."""
     from raggedright.check.verdict import short_name, verdicts
 
     console = Console(emoji=False, highlight=False)
-    console.print(_table(verdicts(results)))
+    table = _table(
+        "Largest difference from the same rows run one by one",
+        "model",
+        "dtype",
+        "collate",
+        "cases",
+        "gradient",
+        "metrics",
+    )
+    for v in verdicts(results):
+        names = (escape(short_name(v.model)), v.dtype, v.collate)
+        table.add_row(
+            *names, str(v.cases), f"{v.gradient:.1e}", f"{v.metrics:.1e}", f"{v.tolerance:.0e}", _verdict(v.right)
+        )
+    console.print(table)
     for section in dict.fromkeys(line.section for line in lines):
+        explained = ", against rows one by one; tolerance: twice its rounding" if section == "bfloat16" else ""
+        table = _table(section + explained, "", "checks", "difference")
+        for line in lines:
+            if line.section == section:
+                numbers = (str(line.cases), f"{line.error:.1e}", f"{line.tolerance:.0e}")
+                table.add_row(escape(line.subject), *numbers, _verdict(line.passed))
         console.print()
-        console.print(_section_table(section, [line for line in lines if line.section == section]))
+        console.print(table)
     console.print()
     for of_model in facts:
-        _say(console, sentences.get(of_model.model, f"{short_name(of_model.model)}: no case"))
-        for note in (*_length_notes(of_model), *of_model.notes):
-            _say(console, f"  {note}")
+        sentence = sentences.get(of_model.model, f"{short_name(of_model.model)}: no case")
+        for text in (sentence, *(f"  {note}" for note in (*_length_notes(of_model), *of_model.notes))):
+            print(fill(text, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
     if all(result.passed for result in (*results, *lines)):
         more = f" and {counted(sum(line.cases for line in lines), 'more check')}" if lines else ""
         print(f"{counted(len(results), 'case')}{more}, all within their tolerance")
 
 
-def _section_table(section: str, lines: "Sequence[Line]") -> Table:
-    title = {"bfloat16": "bfloat16, against rows one by one; tolerance: twice its rounding"}
-    table = Table(title=escape(title.get(section, section)), title_justify="left", box=None, pad_edge=False)
-    table.add_column("", min_width=34, max_width=40, no_wrap=True)
-    for heading in ("checks", "difference", "tolerance"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _table(title: str, *headings: str) -> Table:
+    """A table without rows; the tolerance and the verdict are its last columns."""
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+    table.add_column(headings[0], min_width=0 if headings[0] else 34, max_width=16 if headings[0] else 40, no_wrap=True)
+    for heading in (*headings[1:], "tolerance"):
+        table.add_column(heading, justify="left" if heading in ("dtype", "collate") else "right", no_wrap=True)
     table.add_column("")
-    for line in lines:
-        verdict = "[green]right[/]" if line.passed else "[red]wrong[/]"
-        table.add_row(escape(line.subject), str(line.cases), f"{line.error:.1e}", f"{line.tolerance:.0e}", verdict)
     return table
 
 
-def _say(console: Console, sentence: str) -> None:
-    print(fill(sentence, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+def _verdict(passed: bool) -> str:
+    return "[green]right[/]" if passed else "[red]wrong[/]"
 
 
-def _length_notes(facts: "ModelFacts") -> Iterator[str]:
-    """Which lengths of the config rows reached past, and which not."""
+def _length_notes(facts: "ModelFacts") -> Iterable[str]:
+    """Which lengths of the config the rows exceeded, and which not."""
     lengths = facts.lengths
     if lengths.reached:
         tokens = ", ".join(f"{number:,}" for number in lengths.row_tokens)
@@ -249,30 +250,3 @@ def _length_notes(facts: "ModelFacts") -> Iterator[str]:
 
 def _named(lengths: dict[str, int]) -> str:
     return ", ".join(dict.fromkeys(f"{name.rpartition('.')[2]} {value:,}" for name, value in lengths.items()))
-
-
-def _table(verdicts: "Sequence[Verdict]") -> Table:
-    """One line per model, dtype and collation: the largest error of its cases."""
-    from raggedright.check.verdict import short_name
-
-    table = Table(
-        title="Largest difference from the same rows run one by one", title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("model", max_width=16, no_wrap=True)
-    for heading in ("dtype", "collate"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("cases", "gradient", "metrics", "tolerance"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    for verdict in verdicts:
-        table.add_row(
-            escape(short_name(verdict.model)),
-            verdict.dtype,
-            verdict.collate,
-            str(verdict.cases),
-            f"{verdict.gradient:.1e}",
-            f"{verdict.metrics:.1e}",
-            f"{verdict.tolerance:.0e}",
-            "[green]right[/]" if verdict.right else "[red]wrong[/]",
-        )
-    return table

@@ -13,8 +13,7 @@ from typing import BinaryIO, get_args
 
 from rich.console import Console
 
-from raggedright.cli.arguments import Commands, add_parser, count
-from raggedright.cli.progress import Report, progress_bar
+from raggedright.cli.arguments import Commands, ReportProgress, add_parser, count, progress_bar
 from raggedright.errors import ConfigError, RowsError
 from raggedright.ledger import close_ledger
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg, OverLong
@@ -40,7 +39,7 @@ A line of ROWS.jsonl is one row, a JSON object such as (here on two lines)
 
 Without loss_tokens, all response tokens have loss.
 """
-MOST_LINE_BYTES = 16 << 20  # a row has some 100; JSON takes up to 30 times its size in memory
+MAX_LINE_BYTES = 16 << 20  # a row has about 100; parsed JSON needs up to 30 times its size in memory
 REPORT_LINES = 1_000  # lines of a file between two reports of progress
 
 
@@ -65,7 +64,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--rollout-n", type=count, required=True, metavar="N", help="sessions per prompt")
     add("--critic-mini-batch-size", type=count, metavar="N", help="prompts in a critic's mini-batch, where one trains")
     add("--critic-warm-up", dest="actor_trains", action="store_false", help="the critic trains alone")
-    add("--epochs", type=count, default=1, metavar="N", help="times that each row is trained (default 1)")
+    add("--epochs", type=count, default=1, metavar="N", help="passes over the rows (default 1)")
     add("--seed", type=int, default=0, metavar="N", help="shuffles prompts over steps (default 0)")
     add = parser.add_argument_group("alignment and weights").add_argument
     add(
@@ -83,11 +82,9 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     rule.add_argument("--micro-batch-rows", type=count, metavar="N", help="row count, instead of a token budget")
     add = group.add_argument
     add(
-        "--collate",
-        choices=get_args(Collate),
-        default="packed",
+        "--collate", choices=get_args(Collate), default="packed",
         help="packed (default) and tree count tokens, padded rectangles",
-    )
+    )  # fmt: skip
     add("--micro-batch-multiple", type=count, default=1, metavar="N", help="for pipeline parallelism (default 1)")
     add("--min-row-tokens", type=count, default=2, metavar="N", help="for context parallelism (default 2)")
     add("--over-long", choices=get_args(OverLong), default="error", help="a row above the token budget (default error)")
@@ -98,7 +95,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Read, plan, show."""
+    """Read the rows, plan them and print the plan."""
     if args.compare and args.format == "svg":
         parser.error("argument --compare: not with --format svg, which draws one plan")
     options = {name: getattr(args, name) for name in Layout.__dataclass_fields__ if hasattr(args, name)}
@@ -130,7 +127,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _table(plan: Plan, seconds: float, rules: Sequence[WhatIf] | None) -> str:
-    """The table as the terminal takes it, with its width and its colours."""
+    """The table in the width and colours of the terminal."""
     console = Console(emoji=False, markup=False, highlight=False)
     with console.capture() as captured:
         print_plan(plan, seconds, console)
@@ -141,7 +138,7 @@ def _table(plan: Plan, seconds: float, rules: Sequence[WhatIf] | None) -> str:
     return captured.get().rstrip("\n")
 
 
-def _read(file: str, report: Report) -> Rows:
+def _read(file: str, report: ReportProgress) -> Rows:
     try:
         with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
             rows = Rows.from_jsonl(_reported(source, f"reading {_name(file)}", report))
@@ -154,16 +151,16 @@ def _read(file: str, report: Report) -> Rows:
     return rows
 
 
-def _reported(source: BinaryIO, doing: str, report: Report) -> Iterator[bytes]:
-    """The lines of a file, with how much of it is read."""
-    size = os.fstat(source.fileno()).st_size  # 0 of a pipe
+def _reported(source: BinaryIO, activity: str, report: ReportProgress) -> Iterator[bytes]:
+    """The lines of a file; reports how much of it is read."""
+    size = os.fstat(source.fileno()).st_size  # 0 for a pipe
     read = 0
-    for i, line in enumerate(iter(partial(source.readline, MOST_LINE_BYTES + 1), b"")):
-        if len(line) > MOST_LINE_BYTES:
-            raise RowsError(f"line {i + 1}: more than {MOST_LINE_BYTES:,} bytes; one line is one row, a JSON object")
+    for i, line in enumerate(iter(partial(source.readline, MAX_LINE_BYTES + 1), b"")):
+        if len(line) > MAX_LINE_BYTES:
+            raise RowsError(f"line {i + 1}: more than {MAX_LINE_BYTES:,} bytes; one line is one row, a JSON object")
         read += len(line)
         if i % REPORT_LINES == 0:
-            report(doing, read, size)
+            report(activity, read, size)
         yield line
 
 
@@ -172,8 +169,8 @@ def _name(file: str) -> str:
 
 
 def _with_options(text: str) -> str:
-    """A sentence about settings in the words of the command line."""
+    """A sentence with the names of settings replaced by those of options."""
     options = {"dp_size": "--dp", "actor_trains is False": "--critic-warm-up is given"}
     names = [name for name in Layout.__dataclass_fields__ if "_" in name and name not in options]
     options |= {name: f"--{name.replace('_', '-')}" for name in names}
-    return re.sub(r"\b(" + "|".join(options) + r")\b", lambda found: options[found[1]], text)
+    return re.sub(r"\b(" + "|".join(options) + r")\b", lambda match: options[match[1]], text)

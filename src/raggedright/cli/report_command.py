@@ -1,4 +1,4 @@
-"""`raggedright report RUN`: the page about a training run, made again from its events."""
+"""`raggedright report RUN`: write the page about a training run from its events."""
 
 import argparse
 import webbrowser
@@ -32,7 +32,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the page, say where it is."""
+    """Write the page and print its path."""
     try:
         from raggedright.report.run_page import write_report
     except ModuleNotFoundError as error:

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import api, cli, imports, weigh
+from pages import api, cli, config_keys, imports, weigh
 from raggedright import Layout, Rows, make_plan
-from raggedright.config.reference import config_page
 from raggedright.report.plan_svg import draw_plan
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +19,7 @@ def plan_picture() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "api.md": api.page,
     "cli.md": cli.page,
-    "config.md": config_page,
+    "config.md": config_keys.page,
     "imports.svg": imports.draw,
     "plan.svg": plan_picture,
     "weigh.svg": weigh.draw,

@@ -11,7 +11,7 @@ import torch
 from parallel.launch import launch
 from parallel.whole_runs import EXPERTS, IMAGES, distance, rollouts_of, train_one, weights_of, write_run
 from raggedright.config import load_config
-from raggedright.config.resume import changes
+from raggedright.config.key_rules import resume_changes
 from raggedright.errors import ConfigError
 from raggedright.report.events import read_events
 from raggedright.store.sqlite import SqliteStore
@@ -151,7 +151,7 @@ def test_what_would_make_it_another_run_is_refused_with_the_difference_shown(tmp
     others: dict[str, dict[str, object]] = {"train": {"batch_size": 12, "rounds": 9}, "rollout": {"n": 2}}
     new = load_config(write_run(tmp_path / "new", LONG, others) / "config.toml")
     with pytest.raises(ConfigError, match=r"train.batch_size 6 -> 12.*--fresh") as caught:
-        changes(old, new)
+        resume_changes(old, new)
     assert "rollout.n 4 -> 2" in str(caught.value)
     assert "rounds" not in str(caught.value)
 
@@ -160,7 +160,11 @@ def test_what_may_differ_is_told(tmp_path: Path):
     old = load_config(write_run(tmp_path / "old", LONG) / "config.toml")
     other: dict[str, dict[str, object]] = {"train": {"rounds": 9, "align": "lcm"}, "parallel": {"dp": 2}}
     new = load_config(write_run(tmp_path / "new", LONG, other) / "config.toml")
-    assert sorted(changes(old, new)) == ["parallel.dp 1 -> 2", "train.align 'steps' -> 'lcm'", "train.rounds 4 -> 9"]
+    assert sorted(resume_changes(old, new)) == [
+        "parallel.dp 1 -> 2",
+        "train.align 'steps' -> 'lcm'",
+        "train.rounds 4 -> 9",
+    ]
 
 
 def test_only_the_newest_checkpoints_are_kept_and_half_written_ones_removed(whole: Path):

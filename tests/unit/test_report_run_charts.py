@@ -7,8 +7,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from raggedright.report.chart_scale import bucketed, numbers, scale_of, tick_text
-from raggedright.report.charts import Dots, Frame, Line, bar_chart, line_chart, stacked_chart
+from raggedright.report.charts import (
+    Dots,
+    Frame,
+    Line,
+    bucketed,
+    line_chart,
+    numbers,
+    scale_of,
+    stacked_chart,
+    tick_text,
+)
 from raggedright.report.text import duration, number, share, signed
 
 
@@ -46,7 +55,7 @@ def paths(svg: str, name: str) -> list[str]:
     "chart",
     [
         lambda f, v: line_chart(f, [Line("x", v), Line("y", v, style=1)]),
-        lambda f, v: bar_chart(f, Line("x", v)),
+        lambda f, v: stacked_chart(f, [Line("x", np.abs(v))]),
         lambda f, v: stacked_chart(f, [Line("x", np.abs(v)), Line("y", np.abs(v))]),
     ],
 )

@@ -20,8 +20,7 @@ from raggedright.report.events import (
     read_events,
 )
 from raggedright.report.run_numbers import headline
-from raggedright.report.run_page import write_report
-from raggedright.report.run_samples import shade, shown_samples
+from raggedright.report.run_page import shade, shown_samples, write_report
 from raggedright.report.text import visible
 from unit.made_runs import CONFIG, HOSTILE, START, event, made_round, write_hostile_run, write_run
 
@@ -136,8 +135,8 @@ def test_the_tokens_of_an_image_are_shown_as_one_and_counted():
         advantages=(1,) * 5 + (0,) * 3, log_probs=(-1,) * 5 + (0,) * 3, finish_reason="stop",
     )  # fmt: skip
     session = SampledSession(prompt="p", session=0, score=1.0, task={}, trajectories=(trajectory,))
-    ((shown,), _) = shown_samples([SamplesEvent(round=1, sessions=(session,))])
-    (row,) = shown.sessions[0].trajectories
+    (((_, (shown,)),), _) = shown_samples([SamplesEvent(round=1, sessions=(session,))])
+    (row,) = shown.trajectories
     assert [token.text for token in row.tokens] == ["1", f"{pad} x 900", "=", *"77777", pad, pad, pad]
     assert (row.note, row.facts[0]) == ("", "910 tokens")
 

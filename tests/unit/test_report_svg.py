@@ -166,7 +166,7 @@ def test_a_large_plan_stays_small_and_says_what_it_leaves_out():
 def test_slots_beyond_the_page_are_counted():
     plan = PLANS["many slots"]
     hidden = plan.steps("actor")[0].num_slots - 12
-    assert f"+ {hidden:,} more micro-batches a rank" in _words(draw_plan(plan))
+    assert f"+ {hidden:,} more micro-batches per rank" in _words(draw_plan(plan))
 
 
 def test_names_from_outside_are_text_and_never_markup():

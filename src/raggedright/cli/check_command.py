@@ -21,7 +21,6 @@ from raggedright.report.text import counted
 if TYPE_CHECKING:
     from raggedright.check.cases import Case, Line
     from raggedright.check.run import ModelFacts, Result
-    from raggedright.check.verdict import Verdict
 
 EXAMPLES = """\
 examples:

@@ -1,23 +1,129 @@
-"""Charts of numbers over rounds as SVG inside a page: lines with bands and dots, bars, and stacked areas.
+"""Charts of numbers over rounds as SVG inside a page: lines with bands and dots, and stacked areas.
 
 A chart is as wide as its container: the data stretches, while text, dots and strokes keep their size, so that it is
 readable on a phone too. Lines differ in their dashes, not in colour alone. A gap in a series is a gap in the line, and
 a point between two gaps is a dot. Colours are classes of the page's style. Names come from outside and are escaped.
+
+A run of 100,000 rounds has more points than pixels, so neighbouring rounds share a bucket of which mean, minimum and
+maximum are drawn: a spike of a single round still shows. Values that are not finite are gaps. Ticks are round numbers
+and a scale ends on them; a constant series gets room around it, so that its line is not on the edge.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
 
 from raggedright.arrays import Floats, Ints
-from raggedright.report.chart_scale import Buckets, Scale, bucketed, round_ticks, scale_of, spread, tick_text
 from raggedright.report.plan_svg import coordinate as xy
-from raggedright.report.text import number
+from raggedright.report.text import number, with_exponent, with_minus
 
 WIDTH = 1000.0  # of the data, stretched to the width of the chart
 LABEL_HEIGHT = 22  # below the data, for the numbers of rounds
+MAX_VALUE = 1e290  # beyond it the width of a scale, or the sum of a series, would not be finite
+MIN_SPREAD = 1e-6  # relative to the values; a smaller spread is rounding, and its ticks would need too many digits
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class Buckets(NamedTuple):
+    """Rounds in buckets: the first and last round of each, and a series' mean, minimum and maximum in it."""
+
+    first: Ints
+    last: Ints
+    mean: Floats
+    low: Floats
+    high: Floats
+
+    @property
+    def middle(self) -> Floats:
+        """The position of each bucket on the axis."""
+        return (self.first + self.last) / 2
+
+
+def bucketed(rounds: Ints, values: Floats, max_buckets: int) -> Buckets:
+    """The series in at most `max_buckets` buckets with the same number of rounds."""
+    count = min(len(rounds), max_buckets)
+    if not count:
+        return Buckets(rounds, rounds, values, values, values)
+    starts = np.arange(count) * len(rounds) // count
+    ends = np.append(starts[1:], len(rounds)) - 1
+    finite = np.isfinite(values)
+    num_finite = np.add.reduceat(finite, starts, dtype=np.int64)
+    total = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    gap = num_finite == 0
+    mean = np.where(gap, np.nan, total / np.maximum(num_finite, 1))
+    low = np.where(gap, np.nan, np.minimum.reduceat(np.where(finite, values, np.inf), starts))
+    high = np.where(gap, np.nan, np.maximum.reduceat(np.where(finite, values, -np.inf), starts))
+    return Buckets(rounds[starts], rounds[ends], mean, low, high)
+
+
+def numbers(values: Iterable[float | None]) -> Floats:
+    """Values as an array: NaN where one is missing or not finite, and clipped so that their sum is finite."""
+    array = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    return np.where(np.isfinite(array), np.clip(array, -MAX_VALUE, MAX_VALUE), np.nan)
+
+
+def spread(values: Floats) -> tuple[float, float] | None:
+    """The minimum and maximum of the finite values."""
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if len(finite) else None
+
+
+class Scale(NamedTuple):
+    """The ticks of an axis, which begins and ends with one."""
+
+    ticks: tuple[float, ...]
+
+    @property
+    def low(self) -> float:
+        """The lower end."""
+        return self.ticks[0]
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return self.ticks[-1]
+
+    @property
+    def step(self) -> float:
+        """The distance between ticks."""
+        return self.ticks[1] - self.ticks[0]
+
+
+def scale_of(low: float, high: float, *, zero: bool = False, max_ticks: int = 5, integers: bool = False) -> Scale:
+    """A scale that contains low and high, and zero if asked; `integers` keeps ticks to integers."""
+    low, high = max(low, -MAX_VALUE), min(high, MAX_VALUE)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= max(abs(low), abs(high)) * MIN_SPREAD:
+        room = abs(high) * 0.1 or 1.0
+        low, high = (low if zero and low == 0 else low - room), high + room
+    step = _round_step((high - low) / max_ticks)
+    step = max(step, 1.0) if integers else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Scale(tuple(i * step for i in range(first, max(last, first + 1) + 1)))
+
+
+def _round_step(minimum: float) -> float:
+    power = 10.0 ** math.floor(math.log10(minimum)) if minimum > 0 else 1.0
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= minimum * 0.999), 10 * power)
+
+
+def tick_text(value: float, step: float) -> str:
+    """The number of a tick, with enough digits to distinguish it from its neighbours."""
+    if value == 0 or abs(value) < step * 1e-6:
+        return "0"
+    if abs(value) >= 1e15 or (step < 1e-3 and abs(value) < 1e-2):
+        digits = max(2, math.floor(math.log10(abs(value))) - math.floor(math.log10(step) + 1e-9))
+        return with_exponent(f"{value:.{digits + 1}g}")
+    for size, unit in _UNITS:
+        if abs(value) >= size and step >= size / 10 and (abs(value) >= 1e4 or step >= 1e3):
+            return with_minus(f"{value / size:.{0 if step >= size else 1}f}".removesuffix(".0") + unit)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return with_minus(f"{value:,.{digits}f}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +157,11 @@ class Frame:
     height: int = 180
     buckets: int = 300
     y_ticks: int = 4
-    x_ticks: int = 6
-    first_label: float = 0.16  # the parts of the axis that the labels of the first and the last round take
-    last_label: float = 0.07
+    label_share: float = 0.16  # the part of the axis that the label of the first round takes; larger on a small chart
     zero: bool = False
     integers: bool = False
     limits: tuple[float, float] | None = None
-    dots: Sequence[Dots] = field(default=())
+    dots: Sequence[Dots] = ()
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -94,27 +198,15 @@ def line_chart(frame: Frame, lines: Sequence[Line]) -> Markup:
         x, y = frame.x(bucket.middle), frame.y(scale, bucket.mean)
         stretched.append(_area(x, frame.y(scale, low), frame.y(scale, high), f"band c{line.style % 8}"))
         stretched.append(f'<path class="line l{line.style % 8}" d="{_polyline(x, y)}"/>')
-        alone = _between_gaps(bucket.mean)
-        positions = zip(x[alone].tolist(), y[alone].tolist(), strict=True)
-        fixed += [_dot(*position, f"dot c{line.style % 8}", "") for position in positions]
+        for i in _between_gaps(bucket.mean).tolist():
+            fixed.append(_dot(x[i], y[i], f"dot c{line.style % 8}"))
     for dots in frame.dots:
-        fixed += _draw_dots(frame, scale, dots)
+        classes = f"ring l{dots.style % 8}" if dots.hollow else f"dot c{dots.style % 8}"
+        x, y = frame.x(dots.rounds), frame.y(scale, dots.values)
+        for i in np.flatnonzero(np.isfinite(dots.values)).tolist():
+            title = f"round {dots.rounds[i]:,}: {dots.name} {number(float(dots.values[i]))}"
+            fixed.append(_dot(x[i], y[i], classes, title))
     return _draw_chart(frame, scale, stretched, fixed, buckets, lines)
-
-
-def bar_chart(frame: Frame, bars: Line) -> Markup:
-    """One bar per round, or per bucket of rounds."""
-    bucket = bucketed(frame.rounds, bars.values, frame.buckets)
-    scale = frame.scale([bucket.mean, np.zeros(1)])
-    left, width = _bucket_boxes(frame, bucket)
-    top = frame.y(scale, bucket.mean)
-    boxes = zip(left.tolist(), (width * 0.8).tolist(), top.tolist(), strict=True)
-    path = "".join(
-        f"M{xy(x)} {frame.height}V{xy(min(y, frame.height - 1.0))}h{max(w, 1):.2f}V{frame.height}z"
-        for (x, w, y), value in zip(boxes, bucket.mean.tolist(), strict=True)
-        if value > 0
-    )
-    return _draw_chart(frame, scale, [f'<path class="bars c{bars.style % 8}" d="{path}"/>'], [], [bucket], [bars])
 
 
 def stacked_chart(frame: Frame, lines: Sequence[Line]) -> Markup:
@@ -144,7 +236,7 @@ def _polyline(x: Floats, y: Floats) -> str:
     """A path through the points, broken at gaps."""
     words, pen = [], "M"
     for a, b in zip((x * WIDTH).tolist(), y.tolist(), strict=True):
-        if b != b:
+        if math.isnan(b):
             pen = "M"
         else:
             words.append(f"{pen}{xy(a)} {xy(b)}")
@@ -176,19 +268,9 @@ def _area(x: Floats, low: Floats, high: Floats, classes: str) -> str:
     return f'<path class="{classes}" d="{path}"/>' if path else ""
 
 
-def _draw_dots(frame: Frame, scale: Scale, dots: Dots) -> list[str]:
-    classes = f"{'ring' if dots.hollow else 'dot'} {'l' if dots.hollow else 'c'}{dots.style % 8}"
-    columns = (frame.x(dots.rounds), frame.y(scale, dots.values), dots.rounds, dots.values)
-    return [
-        _dot(x, y, classes, f"round {round:,}: {dots.name} {number(value)}")
-        for x, y, round, value in zip(*(column.tolist() for column in columns), strict=True)
-        if np.isfinite(value)
-    ]
-
-
-def _dot(x: float, y: float, classes: str, title: str) -> str:
-    title = f"<title>{escape(title)}</title>" if title else ""
-    return f'<circle class="{classes}" cx="{100 * x:.2f}%" cy="{xy(y)}" r="3.5">{title}</circle>'
+def _dot(x: float, y: float, classes: str, title: str = "") -> str:
+    tooltip = f"<title>{escape(title)}</title>" if title else ""
+    return f'<circle class="{classes}" cx="{100 * x:.2f}%" cy="{xy(y)}" r="3.5">{tooltip}</circle>'
 
 
 def _draw_chart(
@@ -223,19 +305,15 @@ def _description(frame: Frame, lines: Sequence[Line]) -> str:
     return f"{frame.title}, rounds {first:,} to {last:,}: {'; '.join(facts) or 'no numbers'}"
 
 
-def _grid(frame: Frame, scale: Scale) -> list[str]:
+def _grid(frame: Frame, scale: Scale) -> Iterable[str]:
     """Lines and numbers behind the data."""
-    parts, height = [], frame.height
-    for tick in scale.ticks:
-        y = xy(height * (1 - scale.share(tick)))
-        kind = "zero" if tick == 0 or tick == scale.ticks[0] else "rule"
-        parts.append(f'<line class="{kind}" x2="100%" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="y" x="-8" y="{y}" dy=".32em">{tick_text(tick, scale.step)}</text>')
-    parts += [
-        f'<text class="{classes}" x="{100 * x:.2f}%" y="{height + 17}">{words}</text>'
-        for x, words, classes in _round_labels(frame)
-    ]
-    return parts
+    positions = frame.y(scale, np.array(scale.ticks)).tolist()
+    for tick, y in zip(scale.ticks, map(xy, positions), strict=True):
+        kind = "zero" if tick == 0 or tick == scale.low else "rule"
+        yield f'<line class="{kind}" x2="100%" y1="{y}" y2="{y}"/>'
+        yield f'<text class="y" x="-8" y="{y}" dy=".32em">{tick_text(tick, scale.step)}</text>'
+    for x, words, classes in _round_labels(frame):
+        yield f'<text class="{classes}" x="{100 * x:.2f}%" y="{frame.height + 17}">{words}</text>'
 
 
 def _round_labels(frame: Frame) -> list[tuple[float, str, str]]:
@@ -245,34 +323,24 @@ def _round_labels(frame: Frame) -> list[tuple[float, str, str]]:
     first, last = frame.ends
     if last == first:
         return [(0.5, f"round {first:,}", "x")]
-    ticks = [((tick - first) / (last - first), f"{tick:,}", "x") for tick in round_ticks(first, last, frame.x_ticks)]
-    between = [tick for tick in ticks if frame.first_label < tick[0] < 1 - frame.last_label]
+    ticks = scale_of(first, last, max_ticks=6 if frame.label_share < 0.2 else 3, integers=True).ticks
+    labels = [((tick - first) / (last - first), f"{tick:,.0f}", "x") for tick in ticks]
+    between = [label for label in labels if frame.label_share < label[0] < 1 - frame.label_share / 2]
     return [(0.0, f"round {first:,}", "x first"), *between, (1.0, f"{last:,}", "x last")]
 
 
-def _hover_boxes(frame: Frame, lines: Sequence[Line], buckets: Sequence[Buckets]) -> list[str]:
+def _hover_boxes(frame: Frame, lines: Sequence[Line], buckets: Sequence[Buckets]) -> Iterable[str]:
     """Invisible boxes over the data that show its numbers as tooltips."""
-    if not buckets or not len(buckets[0].first):
-        return []
-    left, width = _bucket_boxes(frame, buckets[0])
-    named = [(escape(line.name), bucket) for line, bucket in zip(lines, buckets, strict=True)]
-    parts = []
-    for i, (x, w) in enumerate(zip(left.tolist(), width.tolist(), strict=True)):
-        first, last = int(buckets[0].first[i]), int(buckets[0].last[i])
+    if not buckets:
+        return
+    middle = frame.x(buckets[0].middle) * WIDTH
+    edges = (middle[1:] + middle[:-1]) / 2
+    edges = np.concatenate(([0.0], edges, [WIDTH])).tolist()
+    names = [escape(line.name) for line in lines]
+    for i, (first, last) in enumerate(zip(buckets[0].first.tolist(), buckets[0].last.tolist(), strict=True)):
         words = [f"round {first:,}" if first == last else f"rounds {first:,} to {last:,}, mean (minimum to maximum)"]
-        for name, bucket in named:
+        for name, bucket in zip(names, buckets, strict=True):
             ends = "" if first == last else f" ({number(bucket.low[i])} to {number(bucket.high[i])})"
             words.append(f"{name} {number(float(bucket.mean[i]))}{ends}")
-        box = f'<rect class="at" x="{xy(x)}" width="{w:.2f}" height="{frame.height}">'
-        parts.append(f"{box}<title>{'&#10;'.join(words)}</title></rect>")
-    return parts
-
-
-def _bucket_boxes(frame: Frame, bucket: Buckets) -> tuple[Floats, Floats]:
-    """The left edge and the width of each bucket."""
-    middle = frame.x(bucket.middle) * WIDTH
-    if len(middle) < 2:
-        return middle - 40, np.full(len(middle), 80.0)
-    edges = (middle[1:] + middle[:-1]) / 2
-    edges = np.concatenate(([max(2 * middle[0] - edges[0], 0)], edges, [min(2 * middle[-1] - edges[-1], WIDTH)]))
-    return edges[:-1], np.diff(edges)
+        box = f'<rect class="at" x="{xy(edges[i])}" width="{edges[i + 1] - edges[i]:.2f}" height="{frame.height}">'
+        yield f"{box}<title>{'&#10;'.join(words)}</title></rect>"

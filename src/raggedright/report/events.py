@@ -15,13 +15,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -56,12 +54,7 @@ def _number(value: object) -> object:
     """Null is NaN, and an integer that is too large for a float is infinite."""
     if value is None:
         return math.nan
-    if isinstance(value, int):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    return value
+    return float(str(int(value))) if isinstance(value, int) else value
 
 
 def _named(values: object) -> object:
@@ -75,43 +68,21 @@ def _first(count: int) -> BeforeValidator:
     return BeforeValidator(lambda items: items[:count] if isinstance(items, list | tuple) else items)
 
 
-def _layout(value: object) -> object:
-    """A layout from its fields; those of other versions are ignored."""
-    if not isinstance(value, Mapping):
-        return value
-    known = {field.name for field in dataclass_fields(Layout)}
-    settings = {name: setting for name, setting in value.items() if name in known}
-    try:
-        return Layout(**settings) if settings else None
-    except (ConfigError, TypeError) as error:  # TypeError: a required field is missing
-        raise ValueError(f"{error!s:.300}") from None
-
-
 def _rows(columns: object) -> object:
+    """Rows from their columns; a missing column is empty, and without loss_tokens all response tokens have loss."""
     if not isinstance(columns, Mapping):
         return columns
-    values = {name: columns.get(name) or [] for name in COLUMNS}
+    values = {name: columns.get(name) or [] for name in COLUMNS if name in columns or name != "loss_tokens"}
     for name, column in values.items():
         if not isinstance(column, list):
-            raise ValueError(f"{name} is {column!r:.40}; it should be a list")
-    for prompt in values["prompt"]:
-        if not isinstance(prompt, str):
-            raise ValueError(f"prompt is {prompt!r:.40}; it should be a string")
-    if "loss_tokens" not in columns:
-        del values["loss_tokens"]
-    try:
-        return Rows.from_columns(**values)
-    except RowsError as error:
-        raise ValueError(f"{error!s:.300}") from None
+            raise RowsError(f"{name} is {column!r:.40}; it should be a list")
+    return Rows.from_columns(**values)
 
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 Number = Annotated[float, BeforeValidator(_number)]
 Numbers = Annotated[dict[str, Number], BeforeValidator(_named)]
 Counts = Annotated[dict[str, Count], BeforeValidator(_named)]
-LayoutField = Annotated[
-    InstanceOf[Layout] | None, BeforeValidator(_layout), PlainSerializer(lambda layout: layout and asdict(layout))
-]
 RowsField = Annotated[
     InstanceOf[Rows],
     BeforeValidator(_rows),
@@ -144,7 +115,7 @@ class StartEvent(_Model):
     time: str = ""
     version: str = ""
     config: dict[str, object] = {}
-    layout: LayoutField = None
+    layout: Layout | None = None
     num_parameters: Count | None = None
     resumed_from: Count = 0
     sessions_found: Count = 0
@@ -189,7 +160,7 @@ class RowsEvent(_Model):
     event: Literal["rows"] = "rows"
     round: Count
     rows: RowsField = Field(default={}, validate_default=True, alias="columns")
-    layout: LayoutField = None
+    layout: Layout | None = None
 
 
 class SampledTrajectory(_Model):
@@ -252,15 +223,7 @@ class EndEvent(_Model):
 
 
 Event = StartEvent | RoundEvent | RowsEvent | SamplesEvent | EvalEvent | WarningEvent | EndEvent
-MODELS: Mapping[object, type[Event]] = {
-    "start": StartEvent,
-    "round": RoundEvent,
-    "rows": RowsEvent,
-    "samples": SamplesEvent,
-    "eval": EvalEvent,
-    "warning": WarningEvent,
-    "end": EndEvent,
-}
+MODELS: Mapping[object, type[Event]] = {model.model_fields["event"].default: model for model in get_args(Event)}
 
 
 class EventLog:
@@ -277,8 +240,8 @@ class EventLog:
 
         An event that is longer than a reader accepts, such as the rows of a huge round, is not written: False.
         """
-        line = json.dumps(_without_constants(event.model_dump(by_alias=True)), allow_nan=False)
-        data = memoryview(line.encode() + b"\n")
+        values = json.loads(json.dumps(event.model_dump(by_alias=True)), parse_constant=str)  # NaN becomes "NaN"
+        data = memoryview(json.dumps(values).encode() + b"\n")
         if len(data) > MAX_LINE_BYTES:
             return False
         while data:
@@ -296,37 +259,19 @@ class EventLog:
     def __enter__(self) -> "EventLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def _repair_end(file: BinaryIO) -> None:
     """Make the file end with a complete line, so that the next event starts on a line of its own."""
     size = file.seek(0, os.SEEK_END)
-    start, tail = size, b""
-    while start > 0 and b"\n" not in tail:
-        step = min(start, 1 << 16)
-        start -= step
-        file.seek(start)
-        tail = file.read(step) + tail
-    last_line = tail[tail.rfind(b"\n") + 1 :]
+    file.seek(max(size - MAX_LINE_BYTES, 0))
+    last_line = file.read(MAX_LINE_BYTES).rpartition(b"\n")[2]
     if last_line and _json_object(last_line) is None:
         file.truncate(size - len(last_line))
     elif last_line:
         file.write(b"\n")
-
-
-def _without_constants(value: object) -> object:
-    """The value with NaN and infinities, which JSON does not have, as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(name): _without_constants(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_constants(item) for item in value]
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,9 +305,8 @@ def read_events(path: str | PathLike[str]) -> RunEvents:
                 start, end = event, None
             case RoundEvent():
                 if _discard_from(rounds, event.round):
-                    _discard_from(rows, event.round + 1)  # the rows of this round may precede it in the file
-                    _discard_from(samples, event.round + 1)
-                    _discard_from(evals, event.round + 1)
+                    for by_round in (rows, samples, evals):
+                        _discard_from(by_round, event.round + 1)  # those of this round may precede it in the file
                     warnings = [each for each in warnings if each.round < event.round]
                 rounds[event.round] = event
             case RowsEvent():
@@ -438,11 +382,11 @@ def parse_event(where: str, line: bytes) -> Event | None:
         return None
     try:
         return model.model_validate(values)
+    except (ConfigError, RowsError) as error:
+        raise EventsError(f"{where}: {error!s:.300}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(f"{part!s:.60}" for part in fault["loc"])
-        if fault["type"] == "value_error":
-            raise EventsError(f"{where}: {key}: {fault['msg'].removeprefix('Value error, ')}") from None
         problem = fault["msg"][0].lower() + fault["msg"][1:]
         raise EventsError(f"{where}: {key} is {fault['input']!r:.40}: {problem:.300}") from None
 

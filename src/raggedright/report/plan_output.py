@@ -65,17 +65,12 @@ def _summary(plan: Plan, seconds: float) -> Iterable[tuple[str, str]]:
     layout = plan.layout
     yield "batch", rows_in_words(plan)
     if len(plan.dropped):
-        yield "dropped", f"{counted(len(plan.dropped), 'row')} over {_budget(plan)}"
+        yield "dropped", f"{counted(len(plan.dropped), 'row')} over {budget_in_words(plan)}"
     tokens = plan.num_padding_rows * layout.min_row_tokens
     yield "padding", f"{counted(plan.num_padding_rows, 'padding row')}, {counted(tokens, 'token')}"
     yield "align", layout.align + (f", to a multiple of {plan.multiple:,} rows" if plan.multiple is not None else "")
-    yield "budget", f"{_budget(plan)} per micro-batch, {layout.collate}"
+    yield "budget", f"{budget_in_words(plan)} per micro-batch, {layout.collate}"
     yield "planned", f"in {seconds:.3f} s, for {counted(layout.dp_size, 'rank')}"
-
-
-def _budget(plan: Plan) -> str:
-    tokens = plan.layout.micro_batch_tokens is not None
-    return counted(plan.layout.capacity, "token" if tokens else "row")
 
 
 def _roles(plan: Plan) -> Table:
@@ -252,6 +247,11 @@ def rows_in_words(plan: Plan) -> str:
     num_sessions, num_prompts = (len(np.unique(i[real])) for i in (plan.rows.session_index, plan.rows.prompt_index))
     rows, sessions = counted(int(real.sum()), "row"), counted(num_sessions, "session")
     return f"{rows} of {sessions}, {counted(num_prompts, 'prompt')}"
+
+
+def budget_in_words(plan: Plan) -> str:
+    """`2,048 tokens` or `8 rows`: the maximum of a micro-batch."""
+    return counted(plan.layout.capacity, "row" if plan.layout.micro_batch_tokens is None else "token")
 
 
 def num_padding_rows(plan: Plan, steps: Sequence[Step]) -> int:

@@ -8,7 +8,6 @@ Colours are written out for both schemes instead of through CSS variables, which
 Note: a padding row has so few tokens that it would not be visible, so it is drawn wider than its tokens.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +20,7 @@ from raggedright.arrays import Ints, sum_by
 from raggedright.plan.cut import Step
 from raggedright.plan.measure import tokens_of
 from raggedright.plan.plan import Plan, Role
-from raggedright.report.plan_output import num_padding_rows, rows_in_words, step_facts, step_name
+from raggedright.report.plan_output import budget_in_words, num_padding_rows, rows_in_words, step_facts, step_name
 from raggedright.report.text import counted, more
 
 MAX_SESSIONS, MAX_STEPS, MAX_LANES, MAX_SLOTS = 32, 4, 16, 12
@@ -32,17 +31,7 @@ SESSION, BAR, MIN_LANE, MAX_LANE = 12, 8, 24, 38  # heights: a session's line, i
 MIN_BAR, PADDING_WIDTH, MAX_CELL = 2.5, 8.0, 200.0
 
 WIDTH = 880
-INLINE_CLASS = "plan"
 
-_SHAPES = """
-text{font:12px ui-sans-serif,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
-.h{font-size:16px;font-weight:600}.b{font-weight:600}.e{text-anchor:end}
-.band{opacity:.14}.skipped{opacity:.4}.padding{fill:url(#hatch)}.dropped{fill:none;stroke-dasharray:2 2}
-"""
-_COLOURS = Template(
-    "text{fill:$ink}.m{fill:$soft}.page{fill:$page;stroke:$line}.panel{fill:$panel;stroke:$line}"
-    ".cell{fill:$cell;stroke:$line}.padding,.hatch{stroke:$ink}.under{fill:$cell}.dropped{stroke:$soft}"
-)
 LIGHT = {
     "page": "#fff", "panel": "#fafbfc", "cell": "#f0f2f5", "line": "#d9dee4", "ink": "#1f2933", "soft": "#65717e",
 }  # fmt: skip
@@ -51,6 +40,25 @@ DARK = {
 }  # fmt: skip
 LIGHT_PROMPTS = ("#4c88d3", "#e38d3d", "#32a88e", "#cd6199", "#8166c3", "#d8b349", "#51b3d0", "#dc655f")
 DARK_PROMPTS = ("#5e9ae7", "#f8a052", "#4abba1", "#e274ab", "#9379d7", "#deba50", "#65c6e4", "#f17871")
+
+
+def _colours(names: Mapping[str, str], prompts: Sequence[str]) -> str:
+    rules = Template(
+        ".plan text{fill:$ink}.plan .m{fill:$soft}.plan .page{fill:$page;stroke:$line}"
+        ".plan .panel{fill:$panel;stroke:$line}.plan .cell{fill:$cell;stroke:$line}"
+        ".plan .padding,.plan .hatch{stroke:$ink}.plan .under{fill:$cell}.plan .dropped{stroke:$soft}"
+    )
+    return rules.substitute(names) + "".join(f".plan .p{i}{{fill:{colour}}}" for i, colour in enumerate(prompts))
+
+
+STYLE = f"""
+.plan text{{font:12px ui-sans-serif,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}}
+.plan .h{{font-size:16px;font-weight:600}}.plan .b{{font-weight:600}}.plan .e{{text-anchor:end}}
+.plan .band{{opacity:.14}}.plan .skipped{{opacity:.4}}
+.plan .padding{{fill:url(#hatch)}}.plan .dropped{{fill:none;stroke-dasharray:2 2}}
+{_colours(LIGHT, LIGHT_PROMPTS)}
+@media (prefers-color-scheme:dark){{{_colours(DARK, DARK_PROMPTS)}}}
+"""
 HATCH = (
     '<defs><pattern id="hatch" width="4" height="4" patternUnits="userSpaceOnUse">'
     '<rect class="under" width="4" height="4"/><path class="hatch" d="M-1 1 1-1M0 4 4 0M3 5 5 3"/>'
@@ -87,8 +95,12 @@ def draw_plan(plan: Plan, *, role: Role | None = None, inline: str = "") -> str:
     left = max((band.bottom for band in bands.values()), default=float(TOP))
     panels, steps = _draw_steps(plan, role, left)
     bottom = max([left, *(panel.bottom for panel in panels)])
+    title = {"actor": "Plan", "critic": "Plan of the critic", "forward": "Plan of the forward pass"}[role]
     body = [
-        *_draw_headings(plan, role),
+        _text(MARGIN, 38, "Sessions", "h"),
+        _text(MARGIN, 60, rows_in_words(plan), "m"),
+        _text(PANEL, 38, title, "h"),
+        _text(PANEL, 60, _steps_in_words(plan, role), "m"),
         *_draw_ribbons(plan, role, bands, panels),
         *sessions,
         *steps,
@@ -97,16 +109,6 @@ def draw_plan(plan: Plan, *, role: Role | None = None, inline: str = "") -> str:
     description = f"{rows_in_words(plan)}, laid out as {_steps_in_words(plan, role)}."
     description += " Colours are prompts, widths are tokens, hatched bars are padding rows."
     return _document(body, bottom + 70, description, inline=inline)
-
-
-def _draw_headings(plan: Plan, role: Role) -> list[str]:
-    title = {"actor": "Plan", "critic": "Plan of the critic", "forward": "Plan of the forward pass"}[role]
-    return [
-        _text(MARGIN, 38, "Sessions", "h"),
-        _text(MARGIN, 60, rows_in_words(plan), "m"),
-        _text(PANEL, 38, title, "h"),
-        _text(PANEL, 60, _steps_in_words(plan, role), "m"),
-    ]
 
 
 def _steps_in_words(plan: Plan, role: Role) -> str:
@@ -156,7 +158,10 @@ def _draw_steps(plan: Plan, role: Role, bottom: float) -> tuple[list[_Span], lis
         panel = _Span(y, y + frame + count * lane)
         parts.append(_rect(PANEL, panel.top, PANEL_WIDTH, panel.bottom - panel.top, "panel", 8))
         name = "forward pass" if role == "forward" else step_name(plan, number, step)
-        parts += _draw_captions(plan, step, name, y + 21)
+        hidden = more(step.num_slots - MAX_SLOTS, "micro-batch")
+        facts = step_facts(plan, step) + ([f"{hidden} per rank"] if hidden else [])
+        parts.append(_text(PANEL + 12, y + 21, name, "b"))
+        parts.append(_text(PANEL + PANEL_WIDTH - 12, y + 21, ", ".join(facts), "m e"))
         parts.append('<g class="skipped">' if step.skipped else "<g>")
         for dp_rank in range(count):
             parts += _draw_lane(plan, step, dp_rank, y + 30 + dp_rank * lane, cell)
@@ -173,13 +178,6 @@ def _cell(plan: Plan, steps: Sequence[Step], height: float) -> _Cell:
     fullest = max((int(tokens_of(plan, step).max(initial=1)) for step in steps), default=1)
     width = min((PANEL_WIDTH - CELLS - 8) / max(num_slots, 1), MAX_CELL)
     return _Cell(width, height, (width - 9) / max(fullest, plan.layout.micro_batch_tokens or 1))
-
-
-def _draw_captions(plan: Plan, step: Step, name: str, y: float) -> list[str]:
-    facts = step_facts(plan, step)
-    hidden = more(step.num_slots - MAX_SLOTS, "micro-batch")
-    facts += [f"{hidden} a rank"] if hidden else []
-    return [_text(PANEL + 12, y, name, "b"), _text(PANEL + PANEL_WIDTH - 12, y, ", ".join(facts), "m e")]
 
 
 def _draw_lane(plan: Plan, step: Step, dp_rank: int, y: float, cell: _Cell) -> list[str]:
@@ -255,13 +253,11 @@ def _ribbon(x0: float, start: _Span, x1: float, end: _Span) -> str:
 
 
 def _draw_legend(plan: Plan, y: float) -> list[str]:
-    tokens, rows = plan.layout.micro_batch_tokens, plan.layout.micro_batch_rows
-    budget = counted(tokens, "token") if tokens is not None else counted(rows or 0, "row")
-    of_padding = counted(plan.layout.min_row_tokens, "token")
+    padding_tokens = counted(plan.layout.min_row_tokens, "token")
     items = (
         ("p0", 26.0, "row: width is tokens, colour is prompt"),
-        ("cell", 26.0, f"micro-batch: budget {budget}"),
-        ("padding", PADDING_WIDTH, f"padding row: weight 0, {of_padding}, not to scale"),
+        ("cell", 26.0, f"micro-batch: budget {budget_in_words(plan)}"),
+        ("padding", PADDING_WIDTH, f"padding row: weight 0, {padding_tokens}, not to scale"),
     )
     parts, x = [], float(MARGIN)
     for name, width, words in items:
@@ -270,42 +266,20 @@ def _draw_legend(plan: Plan, y: float) -> list[str]:
     return parts
 
 
-def _document(body: Iterable[str], height: float, description: str, *, inline: str = "") -> str:
+def _document(body: Iterable[str], height: float, description: str, *, inline: str) -> str:
     """A whole SVG document; `description` is for screen readers. `inline` names one inside an HTML page."""
-    style = _SHAPES + _colours(LIGHT, LIGHT_PROMPTS)
-    style += f"\n@media (prefers-color-scheme:dark){{{_colours(DARK, DARK_PROMPTS)}}}\n"
     end = f"-{inline}" if inline else ""
     parts = (
-        f'<svg {f"class={INLINE_CLASS!r} " if inline else ""}xmlns="http://www.w3.org/2000/svg" '
-        f'viewBox="0 0 {WIDTH} {coordinate(height)}" width="{WIDTH}" '
-        f'height="{coordinate(height)}" role="img" aria-labelledby="title{end} desc{end}">',
+        f'<svg class="plan" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {coordinate(height)}" '
+        f'width="{WIDTH}" height="{coordinate(height)}" role="img" aria-labelledby="title{end} desc{end}">',
         f'<title id="title{end}">From ragged sessions to a plan</title>',
         f'<desc id="desc{end}">{escape(description)}</desc>',
-        *(() if inline else (f"<style>{style}</style>", HATCH)),
+        *(() if inline else (f"<style>{STYLE}</style>", HATCH)),
         _rect(0.5, 0.5, WIDTH - 1, height - 1, "page", 12),
         *body,
         "</svg>\n",
     )
     return "\n".join(parts)
-
-
-def inline_style() -> str:
-    """The style of plans inside an HTML page; it applies to plans only."""
-    light, dark = (_colours(*scheme) for scheme in ((LIGHT, LIGHT_PROMPTS), (DARK, DARK_PROMPTS)))
-    return f"{_scoped(_SHAPES + light)}\n@media (prefers-color-scheme:dark){{{_scoped(dark)}}}"
-
-
-def _scoped(style: str) -> str:
-    """The rules, restricted to elements inside INLINE_CLASS."""
-    return re.sub(
-        r"([^{}]+)(\{[^}]*\})",
-        lambda rule: ",".join(f".{INLINE_CLASS} {each.strip()}" for each in rule[1].split(",")) + rule[2],
-        style.strip(),
-    )
-
-
-def _colours(names: Mapping[str, str], prompts: Sequence[str]) -> str:
-    return _COLOURS.substitute(names) + "".join(f".p{i}{{fill:{colour}}}" for i, colour in enumerate(prompts))
 
 
 def _prompt_class(prompt: int) -> str:

@@ -1,8 +1,13 @@
-"""The numbers of a run: its name and state, the headline of its page, and sums over its rounds.
+"""The numbers of a run: sums over its rounds, the headline of its page, and the warnings about rounds without learning.
 
 Scores are compared between the first and the last ten rounds, or between the halves of a run of less than 20 rounds.
+
+Nothing was learned in a round if its gradient was exactly zero. With advantages that compare a session only with the
+other sessions of its prompt, nothing was learned either if all sessions of every prompt had the same score: an entropy
+bonus or a KL loss may still produce a gradient, but the scores produce none.
 """
 
+import builtins
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
@@ -11,26 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from raggedright.arrays import Floats
-from raggedright.report.chart_scale import metric
 from raggedright.report.events import RoundEvent, RunEvents
-from raggedright.report.text import counted, duration, number, score_text, share, visible
+from raggedright.report.text import counted, duration, number, score_text, share, visible, with_minus
 
 SCORE, EXACT = "critic/score/mean", "session/exact_match/mean"
-WINDOW, MAX_NAME = 10, 80
+WINDOW = 10  # rounds at either end of a run whose scores are compared
 MAX_WARNINGS, MAX_WARNING_CHARS = 5, 1200
-MAX_SECONDS = 1e12  # a larger number in a file is not credible
-STATES = {"finished": "✓", "interrupted": "■", "failed": "✕", "running": "…"}
-
-
-class Name(NamedTuple):
-    """What was run, and its state."""
-
-    agent: str
-    model: str
-    state: str
-    sign: str
-    facts: tuple[str, ...]
-    small: tuple[str, ...]
+MAX_CREDIBLE = 1e12  # a larger number of seconds or tokens in a file is ignored
+MOSTLY = 0.5  # a fault of at least this share is a likely cause
+MAX_CAUSE = 200  # characters of a failed session's cause
 
 
 class Stat(NamedTuple):
@@ -42,78 +36,94 @@ class Stat(NamedTuple):
     before: str = ""
 
 
-class LedgerLine(NamedTuple):
-    """A line of the ledger."""
-
-    name: str
-    total: int
-    percent: str
-    width: float
-
-
-def name_of(events: RunEvents) -> Name:
-    """Title, state and facts of a run."""
-    config = events.start.config if events.start else {}
-    state = events.end.reason if events.end else "running"
-    state = state if state in STATES else "ended"
-    return Name(
-        agent=visible(_setting(config, "agent", "name") or "A run", MAX_NAME),
-        model=visible(_model(config), MAX_NAME),
-        state=state,
-        sign=STATES.get(state, "■"),
-        facts=tuple(_facts(events, config)),
-        small=tuple(_small_facts(events)),
-    )
-
-
-def _facts(events: RunEvents, config: Mapping[str, object]) -> Iterable[str]:
-    planned = _setting(config, "train", "rounds")
-    done = len(events.rounds)
-    yield f"{done:,} of {visible(planned, 20)} rounds" if planned else counted(done, "round")
-    start = events.start
-    layout = start.layout if start else None
-    dp = (start.world.dp if start else None) or (layout.dp_size if layout else None)
-    if dp:
-        yield f"dp {dp:,}" + (f" on {visible(start.world.device, 20)}" if start and start.world.device else "")
-    if layout:
-        prompts, sessions = counted(layout.batch_size, "prompt"), counted(layout.rollout_n, "session")
-        yield f"{prompts} \N{MULTIPLICATION SIGN} {sessions} per round"
-        critic = layout.critic_mini_batch_size
-        yield f"mini-batches of {layout.mini_batch_size:,}" + (f", critic {critic:,}" if critic else "")
-        yield f"align {layout.align}"
-        yield layout.loss_agg
+def headline(events: RunEvents) -> list[Stat]:
+    """The numbers at the top of the page."""
+    rounds = events.rounds
+    rows, padding = _sum(rounds, lambda r: r.rows), _sum(rounds, lambda r: r.padding_rows)
+    outcomes = session_outcomes(rounds)
+    sessions = outcomes.total() or _sum(rounds, lambda r: r.sessions)
+    failed = sum(count for outcome, count in outcomes.items() if outcome.startswith("failed"))
+    skipped = _sum(rounds, lambda r: r.skipped_steps)
+    by_outcome = row_outcomes(rounds)
+    trained = by_outcome["trained"] if by_outcome else rows  # a run of another version may have no ledger
+    seconds = wall_seconds(events)
+    per_round = f"{duration(seconds / len(rounds))} per round" if seconds and rounds else ""
+    return [
+        *_rise("Score", events, SCORE),
+        *_rise("Exact match", events, EXACT),
+        Stat("Rows trained", f"{trained:,}", f"of {counted(sessions, 'session')}"),
+        Stat("Padding rows", f"{padding:,}", f"{share(padding, rows + padding)} of all rows"),
+        Stat("Sessions failed", f"{failed:,}", f"{share(failed, sessions)} of all sessions"),
+        Stat("Optimizer steps", f"{_sum(rounds, lambda r: r.optimizer_steps):,}", f"{skipped:,} skipped"),
+        Stat("Wall time", duration(seconds), per_round),
+        *_speed(rounds),
+    ]
 
 
-def _small_facts(events: RunEvents) -> Iterable[str]:
-    start, end = events.start, events.end
-    if start and start.time:
-        began, ended = _moment(start.time), _moment(end.time) if end else ""
-        same_day = ended[:10] == began[:10] and len(began) == len(ended) == len("2000-01-01 00:00:00")
-        yield f"{began} to {ended[11:] if same_day else ended}" if ended else began
-    if start and start.num_parameters:
-        yield counted(start.num_parameters, "parameter")
-    if start and start.version:
-        yield f"raggedright {visible(start.version, 20)}"
-    if end is None:
-        yield "no end is recorded: the run is still running, or was killed"
+def _rise(label: str, events: RunEvents, name: str) -> list[Stat]:
+    values = [value for event in events.rounds if (value := event.metrics.get(name)) is not None and isfinite(value)]
+    if len(values) == 0:
+        return []
+    if len(values) == 1:
+        return [Stat(label, number(round(values[0], 3)), "of the only round")]
+    first, last, window = ends_of(values)
+    note = f"mean of the first and last {'round' if window == 1 else f'{window} rounds'}"
+    return [Stat(label, with_minus(score_text(last, 2)), note, with_minus(score_text(first, 2)))]
 
 
-def _moment(time: str) -> str:
-    """A time as it was recorded, to the second."""
-    return visible(time.replace("T", " ")[: len("2000-01-01 00:00:00")], 24)
+def ends_of(values: Sequence[float] | Floats) -> tuple[float, float, int]:
+    """The mean of the first and of the last values, which do not overlap, and how many values each mean has."""
+    window = min(WINDOW, max(1, len(values) // 2))
+    first, last = (float(np.sum(np.divide(few, window))) for few in (values[:window], values[-window:]))
+    return first, last, window  # divided first, because the sum of large scores may overflow
 
 
-def _setting(config: Mapping[str, object], *path: str) -> str:
-    """A setting as text; empty if it is not set."""
-    value: object = config
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return str(value) if isinstance(value, str | int | float) else ""
+def _speed(rounds: Iterable[RoundEvent]) -> list[Stat]:
+    pairs = [(r.metrics.get("perf/tokens", 0.0), r.metrics.get("perf/tokens_per_second", 0.0)) for r in rounds]
+    known = [(tokens, speed) for tokens, speed in pairs if 0 < tokens < MAX_CREDIBLE and 1e-9 < speed < MAX_CREDIBLE]
+    if not known:
+        return []
+    total = sum(tokens for tokens, _ in known)
+    per_second = total / sum(tokens / speed for tokens, speed in known)
+    return [Stat("Tokens per second", number(float(round(per_second))), f"{number(total)} in total")]
 
 
-def _model(config: Mapping[str, object]) -> str:
-    path = _setting(config, "model", "path").rstrip("/")
-    return path.rpartition("/")[2] or _setting(config, "model", "made", "model_type") or _setting(config, "model")
+def wall_seconds(events: RunEvents) -> float | None:
+    """The seconds of the end event; for a resumed run at least the sum over its rounds."""
+    of_rounds = sum(seconds for _, seconds in parts_total(events))
+    stated = (events.end.seconds if events.end else None) or 0.0
+    return max(stated if stated < MAX_CREDIBLE else 0.0, of_rounds) or None
+
+
+def parts_total(events: RunEvents) -> list[tuple[str, float]]:
+    """Seconds by part over all rounds, in the order in which the events list them."""
+    total: dict[str, float] = {}
+    for each in events.rounds:
+        for part, seconds in each.seconds.items():
+            if 0 <= seconds < MAX_CREDIBLE:
+                total[part] = total.get(part, 0.0) + seconds
+    return list(total.items())
+
+
+def session_outcomes(rounds: Iterable[RoundEvent]) -> Counter[str]:
+    """Sessions by outcome."""
+    return _add_counts(each.ledger.sessions for each in rounds)
+
+
+def row_outcomes(rounds: Iterable[RoundEvent]) -> Counter[str]:
+    """Rows by outcome."""
+    return _add_counts(each.ledger.rows for each in rounds)
+
+
+def _add_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+def _sum(rounds: Iterable[RoundEvent], of: Callable[[RoundEvent], int | None]) -> int:
+    return sum(of(each) or 0 for each in rounds)
 
 
 def shown_warnings(events: RunEvents) -> list[str]:
@@ -124,106 +134,99 @@ def shown_warnings(events: RunEvents) -> list[str]:
     return [*([f"{counted(left, 'earlier warning')} in events.jsonl"] if left > 0 else []), *texts[-MAX_WARNINGS:]]
 
 
-def headline(events: RunEvents) -> list[Stat]:
-    """The numbers at the top of the page."""
-    rounds = events.rounds
-    rows, padding = _sum(rounds, lambda r: r.rows), _sum(rounds, lambda r: r.padding_rows)
-    outcomes = session_outcomes(events)
-    sessions = sum(outcomes.values()) or _sum(rounds, lambda r: r.sessions)
-    failed = sum(count for outcome, count in outcomes.items() if outcome.startswith("failed"))
-    skipped = _sum(rounds, lambda r: r.skipped_steps)
-    of_rows = row_outcomes(events)
-    trained = of_rows["trained"] if of_rows else rows  # a run of another version may have no ledger
+def learned_nothing(round: RoundEvent, *, has_group_advantages: bool) -> bool:
+    """Whether the actor trained in this round without learning from the scores."""
+    norm = round.metrics.get("actor/grad_norm")
+    if norm is None:  # the critic warms up, or every step was skipped
+        return round.optimizer_steps == 0
+    return norm == 0 or (has_group_advantages and round.metrics.get("prompts/no_signal_ratio") == 1)
+
+
+def no_gradient_words(first_round: int, last: Sequence[RoundEvent]) -> str:
+    """The warning about rounds without learning since `first_round`; `last` has the most recent ones."""
+    number, rounds = last[-1].round, _rounds_in_words(first_round, last[-1].round)
+    norms = [round.metrics.get("actor/grad_norm", 0.0) for round in last]
+    head = f"the scores of {rounds} gave no gradient" if any(norms) else f"{rounds} had no gradient"
+    of_last = "" if len(last) == number - first_round + 1 else f" in the last {len(last):,} of them"
+    causes = [*_score_cause(last), *_failure_cause(last), *_row_causes(last), *_length_cause(last)]
+    causes = causes or ["none that the metrics show; look at the advantages of the trajectories in the report"]
+    if len(causes) > 1:
+        causes = [f"({i}) {cause}" for i, cause in enumerate(causes, 1)]
+    likely = f"Likely cause{'s' if len(causes) > 1 else ''}{of_last}"
+    return f"{head}, so nothing was learned from them. {likely}: {'. '.join(causes)}."
+
+
+def has_few_with_signal(round: RoundEvent, *, batch_size: int) -> bool:
+    """Whether dynamic sampling reached its limit before the batch was full of prompts with signal."""
+    return _num_with_signal(round) < batch_size
+
+
+def few_with_signal_words(
+    first_round: int, last: Sequence[RoundEvent], *, batch_size: int, max_sampled_batches: int
+) -> str:
+    """The warning about rounds in which dynamic sampling reached its limit; its numbers are those of the last round."""
+    num_sampled = int(last[-1].metrics.get("prompts/sampled", 0))
+    with_signal = f"{_num_with_signal(last[-1]):,} of {num_sampled:,} sampled prompts"
+    all_sampled = num_sampled < max_sampled_batches * batch_size
+    remedy = "add prompts to prompts.source, which has no more" if all_sampled else "raise rollout.max_sampled_batches"
+    return (
+        f"{_rounds_in_words(first_round, last[-1].round)} did not find {counted(batch_size, 'prompt')} with signal "
+        f"(in the last round {with_signal} had it), so the batch was filled with prompts whose sessions all score the "
+        f"same; {remedy}, or choose prompts that are neither too hard nor too easy."
+    )
+
+
+def _rounds_in_words(first: int, last: int) -> str:
+    return f"round {last:,}" if first == last else f"rounds {first:,} to {last:,}"
+
+
+def _num_with_signal(round: RoundEvent) -> int:
+    sampled, ratio = (round.metrics.get(f"prompts/{name}", 0.0) for name in ("sampled", "no_signal_ratio"))
+    return builtins.round(sampled * (1 - ratio))
+
+
+def _score_cause(rounds: Sequence[RoundEvent]) -> list[str]:
+    lows = [r.metrics["critic/score/min"] for r in rounds if "critic/score/min" in r.metrics]
+    highs = [r.metrics["critic/score/max"] for r in rounds if "critic/score/max" in r.metrics]
+    if not lows or not highs:
+        return []
+    low, high = min(lows), max(highs)
+    hard = "the task is too hard or too easy for this model"
+    if low == high:
+        return [f"every finished session scored {low:g}: {hard}, or the reward is constant"]
+    if all(round.metrics.get("prompts/no_signal_ratio") == 1 for round in rounds):
+        same = "the sessions of a prompt are too similar (raise rollout.temperature or rollout.n)"
+        return [f"the sessions of each prompt scored the same, from {low:g} to {high:g} by prompt: {hard}, or {same}"]
+    return []
+
+
+def _failure_cause(rounds: Sequence[RoundEvent]) -> list[str]:
+    outcomes = session_outcomes(rounds)
+    failed = Counter({name: count for name, count in outcomes.items() if name.startswith("failed")})
+    if failed.total() < MOSTLY * max(outcomes.total(), 1):
+        return []
+    cause = failed.most_common(1)[0][0].removeprefix("failed (").removesuffix(")")[:MAX_CAUSE]
+    return [f"{failed.total():,} of {counted(outcomes.total(), 'session')} failed, most often with: {cause}"]
+
+
+def _row_causes(rounds: Sequence[RoundEvent]) -> list[str]:
+    outcomes = row_outcomes(rounds)
+    remedies = {
+        "skipped (no loss tokens)": "had no loss token; is an `await` missing before generate()?",
+        "dropped (over_long)": "were dropped; raise train.micro_batch_tokens, or set train.over_long to alone",
+    }
+    rows = counted(outcomes.total(), "row")
     return [
-        *_rise("Score", events, SCORE),
-        *_rise("Exact match", events, EXACT),
-        Stat("Rows trained", f"{trained:,}", f"of {counted(sessions, 'session')}"),
-        Stat("Padding rows", f"{padding:,}", f"{share(padding, rows + padding)} of all rows"),
-        Stat("Sessions failed", f"{failed:,}", f"{share(failed, sessions)} of all sessions"),
-        Stat("Optimizer steps", f"{_sum(rounds, lambda r: r.optimizer_steps):,}", f"{skipped:,} skipped"),
-        Stat("Wall time", duration(wall_seconds(events)), _per_round(events)),
-        *_speed(events),
+        f"{outcomes[name]:,} of {rows} {remedy}"
+        for name, remedy in remedies.items()
+        if outcomes[name] and outcomes[name] >= MOSTLY * outcomes.total()
     ]
 
 
-def ends_of(values: Sequence[float] | Floats) -> tuple[float, float, int]:
-    """The mean of the first and of the last values, which do not overlap, and how many values each mean has."""
-    window = min(WINDOW, max(1, len(values) // 2))
-    first, last = (float(np.sum(np.divide(few, window))) for few in (values[:window], values[-window:]))
-    return first, last, window  # divided first, because the sum of large scores may overflow
-
-
-def _rise(label: str, events: RunEvents, name: str) -> list[Stat]:
-    values = [value for event in events.rounds if (value := event.metrics.get(name)) is not None and isfinite(value)]
-    if len(values) == 0:
+def _length_cause(rounds: Sequence[RoundEvent]) -> list[str]:
+    name = "response_length/clip_ratio"
+    ratios = [round.metrics[name] for round in rounds if name in round.metrics]
+    if not ratios or sum(ratios) < MOSTLY * len(ratios):
         return []
-    if len(values) == 1:
-        return [Stat(label, number(round(values[0], 3)), "of the only round")]
-    *ends, window = ends_of(values)
-    before, after = (score_text(end, 2).replace("-", "\N{MINUS SIGN}") for end in ends)
-    rounds = "round" if window == 1 else f"{window} rounds"
-    return [Stat(label, after, f"mean of the first and last {rounds}", before)]
-
-
-def _speed(events: RunEvents) -> list[Stat]:
-    tokens, speed = metric(events.rounds, "perf/tokens"), metric(events.rounds, "perf/tokens_per_second")
-    known = (tokens > 0) & (speed > 1e-9)
-    if not known.any():
-        return []
-    per_second = float(tokens[known].sum() / (tokens[known] / speed[known]).sum())
-    total = number(float(tokens[np.isfinite(tokens)].sum()))
-    return [Stat("Tokens per second", number(float(round(per_second))), f"{total} in total")]
-
-
-def wall_seconds(events: RunEvents) -> float | None:
-    """The seconds of the end event; for a resumed run at least the sum over its rounds."""
-    of_rounds = sum(seconds for _, seconds in parts_total(events))
-    stated = (events.end.seconds if events.end else None) or 0.0
-    return max(stated if stated < MAX_SECONDS else 0.0, of_rounds) or None
-
-
-def _per_round(events: RunEvents) -> str:
-    seconds, count = wall_seconds(events), len(events.rounds)
-    return f"{duration(seconds / count)} per round" if seconds and count else ""
-
-
-def parts_total(events: RunEvents) -> list[tuple[str, float]]:
-    """Seconds by part over all rounds, in the order in which the events list them."""
-    total: dict[str, float] = {}
-    for each in events.rounds:
-        for part, seconds in each.seconds.items():
-            if 0 <= seconds < MAX_SECONDS:
-                total[part] = total.get(part, 0.0) + seconds
-    return list(total.items())
-
-
-def session_outcomes(events: RunEvents) -> Counter[str]:
-    """Sessions of all rounds by outcome."""
-    return add_counts(each.ledger.sessions for each in events.rounds)
-
-
-def row_outcomes(events: RunEvents) -> Counter[str]:
-    """Rows of all rounds by outcome."""
-    return add_counts(each.ledger.rows for each in events.rounds)
-
-
-def ledger_lines(outcomes: Counter[str], max_lines: int) -> list[LedgerLine]:
-    """Outcomes as lines of a table, trained first, then by count; those after `max_lines` are summed."""
-    total, longest = sum(outcomes.values()), max(outcomes.values(), default=1)
-    ordered = sorted(outcomes.items(), key=lambda item: (item[0] != "trained", -item[1], item[0]))
-    lines = [(visible(name, 120), count) for name, count in ordered[:max_lines]]
-    if len(ordered) > max_lines:
-        lines.append((f"{len(ordered) - max_lines:,} other outcomes", sum(count for _, count in ordered[max_lines:])))
-    return [LedgerLine(name, count, share(count, total), 100 * count / max(longest, 1)) for name, count in lines]
-
-
-def add_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """The sum of counts by name."""
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return total
-
-
-def _sum(rounds: Iterable[RoundEvent], of: Callable[[RoundEvent], int | None]) -> int:
-    return sum(of(each) or 0 for each in rounds)
+    mean = sum(ratios) / len(ratios)
+    return [f"{mean:.0%} of generations were cut off at the length limit; raise rollout.max_tokens or the agent's"]

@@ -73,24 +73,12 @@ def spread(values: Floats) -> tuple[float, float] | None:
 
 
 class Scale(NamedTuple):
-    """The ticks of an axis, which begins and ends with one."""
+    """The ends of an axis, its ticks, and the distance between them."""
 
+    low: float
+    high: float
+    step: float
     ticks: tuple[float, ...]
-
-    @property
-    def low(self) -> float:
-        """The lower end."""
-        return self.ticks[0]
-
-    @property
-    def high(self) -> float:
-        """The upper end."""
-        return self.ticks[-1]
-
-    @property
-    def step(self) -> float:
-        """The distance between ticks."""
-        return self.ticks[1] - self.ticks[0]
 
 
 def scale_of(low: float, high: float, *, zero: bool = False, max_ticks: int = 5, integers: bool = False) -> Scale:
@@ -104,7 +92,8 @@ def scale_of(low: float, high: float, *, zero: bool = False, max_ticks: int = 5,
     step = _round_step((high - low) / max_ticks)
     step = max(step, 1.0) if integers else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Scale(tuple(i * step for i in range(first, max(last, first + 1) + 1)))
+    ticks = tuple(i * step for i in range(first, max(last, first + 1) + 1))
+    return Scale(ticks[0], ticks[-1], step, ticks)
 
 
 def _round_step(minimum: float) -> float:

@@ -26,16 +26,12 @@ from raggedright.report.text import counted, more
 MAX_STEPS, MAX_RANKS = 4, 8
 NAME_WIDTH, CELL_WIDTH = 10, 3  # columns of `  rank 0`, and of a cell with the gap after it
 ROW_STYLE, PADDING_STYLE, QUIET = "cyan", "bold yellow", "bright_black"
+ROLE_HEADINGS = (
+    "role", "optimizer\nsteps", "micro-\nbatches", "padding\nrows", "imbalance\nrank", "imbalance\nslot",
+)  # fmt: skip
 COMPARISON_HEADINGS = (
-    "padding\nrows",
-    "padding\ntokens",
-    "rows\nlost",
-    "rows\ncopied",
-    "steps",
-    "fewest\nrows",
-    "rank",
-    "slot",
-)
+    "rule", "padding\nrows", "padding\ntokens", "rows\nlost", "rows\ncopied", "steps", "fewest\nrows", "rank", "slot",
+)  # fmt: skip
 
 
 def print_plan(plan: Plan, seconds: float, console: Console) -> None:
@@ -43,7 +39,7 @@ def print_plan(plan: Plan, seconds: float, console: Console) -> None:
     for label, words in _summary(plan, seconds):
         console.print(Text(f"{label:<9}", style="bold"), Text(words), sep="", soft_wrap=True)
     console.print()
-    print_table(_roles(plan), console)
+    _print_table(console, 2, ROLE_HEADINGS, _role_lines(plan))
     console.print(Text("imbalance: slowest / mean; 1.000 is perfectly balanced", style=QUIET))
     console.print()
     role = plan.trained_roles[0]
@@ -53,8 +49,15 @@ def print_plan(plan: Plan, seconds: float, console: Console) -> None:
     console.print(glyphs.legend())
 
 
-def print_table(table: Table, console: Console) -> None:
+def _print_table(
+    console: Console, padding: int, headings: Sequence[str], lines: Iterable[Sequence[str | Text]]
+) -> None:
     """Print a table completely: on a terminal that is too narrow its lines are longer, and no number is cut."""
+    table = Table(box=None, pad_edge=False, padding=(0, padding, 0, 0), header_style="bold")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
     width = console.width
     console.width = max(width, Measurement.get(console, console.options.update(width=10_000), table).maximum)
     console.print(table)
@@ -73,15 +76,11 @@ def _summary(plan: Plan, seconds: float) -> Iterable[tuple[str, str]]:
     yield "planned", f"in {seconds:.3f} s, for {counted(layout.dp_size, 'rank')}"
 
 
-def _roles(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("role", no_wrap=True)
-    for heading in ("optimizer\nsteps", "micro-\nbatches", "padding\nrows", "imbalance\nrank", "imbalance\nslot"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _role_lines(plan: Plan) -> Iterable[Sequence[str]]:
     for role, steps in plan.roles.items():
         skipped = sum(step.skipped for step in steps)
         imbalance = measure_imbalance(plan, role)
-        table.add_row(
+        yield (
             role,
             "-" if role == "forward" else f"{len(steps):,}" + (f" ({skipped:,} skipped)" if skipped else ""),
             f"{sum(step.num_micro_batches for step in steps):,}",
@@ -89,7 +88,6 @@ def _roles(plan: Plan) -> Table:
             f"{imbalance.rank:.3f}",
             f"{imbalance.slot:.3f}",
         )
-    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,8 @@ def _grid(plan: Plan, role: Role, width: int, glyphs: _Glyphs) -> Iterable[Text]
     """The lines of the grid, one block per step."""
     steps = plan.steps(role)
     for number, step in enumerate(steps[:MAX_STEPS]):
-        yield _caption(plan, number, step)
+        facts = ", ".join(step_facts(plan, step))
+        yield Text.assemble((step_name(plan, number, step), "bold"), ("  " + facts, QUIET))
         num_ranks = min(step.dp_size, MAX_RANKS) if step.num_slots else 0
         yield from _lanes(plan, step, num_ranks, width, glyphs)
         if num_ranks and step.dp_size > num_ranks:
@@ -135,11 +134,6 @@ def _grid(plan: Plan, role: Role, width: int, glyphs: _Glyphs) -> Iterable[Text]
     if len(steps) > MAX_STEPS:
         yield Text(more(len(steps) - MAX_STEPS, "step"), style=QUIET)
         yield Text()
-
-
-def _caption(plan: Plan, number: int, step: Step) -> Text:
-    facts = ", ".join(step_facts(plan, step))
-    return Text.assemble((step_name(plan, number, step), "bold"), ("  " + facts, QUIET))
 
 
 def _lanes(plan: Plan, step: Step, num_ranks: int, width: int, glyphs: _Glyphs) -> Iterable[Text]:
@@ -168,14 +162,9 @@ def _count(step: Step, chosen: Bools) -> Ints:
 
 def print_comparison(rules: Sequence[WhatIf], console: Console) -> None:
     """Print one line per rule: our alignments first, then the rules of other trainers, with their faults in red."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("rule", no_wrap=True, vertical="bottom")
-    for heading in COMPARISON_HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
-    for rule in rules:
-        ours = rule.rule.startswith("align ")
-        table.add_row(
-            Text(rule.rule, style="bold" if ours else ""),
+    lines = [
+        (
+            Text(rule.rule, style="bold" if rule.rule.startswith("align ") else ""),
             f"{rule.padding_rows:,}",
             f"{rule.padding_tokens:,}",
             _fault(rule.lost_rows, rule.lost_rows > 0),
@@ -185,8 +174,10 @@ def print_comparison(rules: Sequence[WhatIf], console: Console) -> None:
             f"{rule.imbalance.rank:.3f}",
             f"{rule.imbalance.slot:.3f}",
         )
+        for rule in rules
+    ]
     console.print(Text("The same rows under every rule", style="bold"))
-    print_table(table, console)
+    _print_table(console, 1, COMPARISON_HEADINGS, lines)
     console.print(Text("rank, slot: imbalance, slowest / mean; 1.000 is perfectly balanced", style=QUIET))
 
 

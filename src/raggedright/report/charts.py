@@ -188,13 +188,13 @@ def line_chart(frame: Frame, lines: Sequence[Line]) -> Markup:
         stretched.append(_area(x, frame.y(scale, low), frame.y(scale, high), f"band c{line.style % 8}"))
         stretched.append(f'<path class="line l{line.style % 8}" d="{_polyline(x, y)}"/>')
         for i in _between_gaps(bucket.mean).tolist():
-            fixed.append(_dot(x[i], y[i], f"dot c{line.style % 8}"))
+            fixed.append(_dot(float(x[i]), float(y[i]), f"dot c{line.style % 8}"))
     for dots in frame.dots:
         classes = f"ring l{dots.style % 8}" if dots.hollow else f"dot c{dots.style % 8}"
         x, y = frame.x(dots.rounds), frame.y(scale, dots.values)
         for i in np.flatnonzero(np.isfinite(dots.values)).tolist():
             title = f"round {dots.rounds[i]:,}: {dots.name} {number(float(dots.values[i]))}"
-            fixed.append(_dot(x[i], y[i], classes, title))
+            fixed.append(_dot(float(x[i]), float(y[i]), classes, title))
     return _draw_chart(frame, scale, stretched, fixed, buckets, lines)
 
 

@@ -305,8 +305,9 @@ def read_events(path: str | PathLike[str]) -> RunEvents:
                 start, end = event, None
             case RoundEvent():
                 if _discard_from(rounds, event.round):
-                    for by_round in (rows, samples, evals):
-                        _discard_from(by_round, event.round + 1)  # those of this round may precede it in the file
+                    _discard_from(rows, event.round + 1)  # the rows of this round may precede it in the file
+                    _discard_from(samples, event.round + 1)
+                    _discard_from(evals, event.round + 1)
                     warnings = [each for each in warnings if each.round < event.round]
                 rounds[event.round] = event
             case RowsEvent():

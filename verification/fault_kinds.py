@@ -278,7 +278,7 @@ def _config_file(case: Case) -> None:
     _spoil(case.run / "config.toml", case)
     _resume_damaged(
         case,
-        ("config", "a run that was started otherwise"),
+        ("config", "a run with other settings"),
         lambda: shutil.copy(case.shared.stopped / "config.toml", case.run),
     )
 

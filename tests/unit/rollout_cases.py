@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from raggedright.check.models import load_model
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.rollout.engine import EngineContext, Generation, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 from raggedright.rollout.sampling import noise_key
 from raggedright.tensors.media import placeholder_ids
 
@@ -75,6 +76,10 @@ def requests_of(count: int, *, seed: int = 0, cuts: bool = False, longest: int =
         ids = rng.integers(0, TEXT, rng.integers(1, longest + 1)).tolist()
         requests.append(Request(ids=ids, sampling=sampling, noise=key(number, seed=seed)))
     return requests
+
+
+def local_engine(model: nn.Module, **context: Any) -> LocalEngine:
+    return LocalEngine(EngineContext(model=model, **context))
 
 
 def generate_all(engine: LocalEngine, requests: Sequence[Request]) -> list[Generation]:

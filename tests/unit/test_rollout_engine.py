@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from rollout_cases import VOCABULARY, generate_all, key, model_of, requests_of
+from rollout_cases import VOCABULARY, generate_all, key, local_engine, model_of, requests_of
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import EngineError, Generation, Request, Sampling
+from raggedright.rollout.engine import EngineError, Generation, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 
 MODEL = model_of("qwen3")
 
@@ -43,14 +43,14 @@ def _passes(model: nn.Module) -> Iterator[list[tuple[int, int, int]]]:
 def test_requests_of_one_moment_share_their_passes() -> None:
     requests = [_request(number, 3, ids=(number,) * (1 + number % 9)) for number in range(30)]
     with _passes(MODEL) as seen:
-        generate_all(LocalEngine(MODEL), requests)
+        generate_all(local_engine(MODEL), requests)
     assert seen == [(30, 9, 9), (30, 1, 10), (30, 1, 11)]
 
 
 def test_a_context_that_several_requests_have_is_read_once() -> None:
     requests = [_request(number, 3, ids=(1,) * (1 + number % 9)) for number in range(30)]
     with _passes(MODEL) as seen:
-        generate_all(LocalEngine(MODEL), requests)
+        generate_all(local_engine(MODEL), requests)
     assert seen == [(9, 9, 9), (30, 1, 10), (30, 1, 11)]
 
 
@@ -63,7 +63,7 @@ def test_a_finished_request_is_handed_out_at_once_and_its_agent_joins_again() ->
             done.append(f"{name}{turn}")
 
     async def run() -> None:
-        engine = LocalEngine(MODEL)
+        engine = local_engine(MODEL)
         await asyncio.gather(agent(engine, "long", [20]), agent(engine, "short", [2, 3, 4]))
 
     with _passes(MODEL) as seen:
@@ -75,23 +75,23 @@ def test_a_finished_request_is_handed_out_at_once_and_its_agent_joins_again() ->
 def test_rows_and_columns_leave_with_the_requests_that_needed_them() -> None:
     requests = [_request(0, 3, ids=(1,) * 50), _request(1, 6, ids=(1, 2))]
     with _passes(MODEL) as seen:
-        generate_all(LocalEngine(MODEL), requests)
+        generate_all(local_engine(MODEL), requests)
     assert seen == [(2, 50, 50), (2, 1, 51), (2, 1, 52), (1, 1, 5), (1, 1, 6), (1, 1, 7)]
 
 
 def test_a_batch_has_no_more_rows_than_it_may() -> None:
     with _passes(MODEL) as seen:
-        answers = generate_all(LocalEngine(MODEL, max_batch_rows=4), requests_of(30))
+        answers = generate_all(local_engine(MODEL, max_batch_rows=4), requests_of(30))
     assert max(rows for rows, _, _ in seen) == 4
-    assert answers == generate_all(LocalEngine(MODEL, max_batch_rows=4), requests_of(30))
+    assert answers == generate_all(local_engine(MODEL, max_batch_rows=4), requests_of(30))
 
 
 def test_a_stop_token_ends_a_generation_and_is_part_of_it() -> None:
-    (whole,) = generate_all(LocalEngine(MODEL), [_request(0, 30)])
+    (whole,) = generate_all(local_engine(MODEL), [_request(0, 30)])
     assert (len(whole.ids), whole.finish_reason) == (30, "length")
     stop = whole.ids[11]
     sampling = Sampling(max_tokens=30, stop_ids=frozenset({stop, VOCABULARY + 5}))
-    (ended,) = generate_all(LocalEngine(MODEL), [Request(ids=(1, 2, 3), sampling=sampling, noise=key(0))])
+    (ended,) = generate_all(local_engine(MODEL), [Request(ids=(1, 2, 3), sampling=sampling, noise=key(0))])
     assert ended.ids == whole.ids[: whole.ids.index(stop) + 1]
     assert ended.log_probs == whole.log_probs[: len(ended.ids)]
     assert ended.finish_reason == "stop"
@@ -105,7 +105,7 @@ def _letters() -> PreTrainedTokenizerFast:
 
 
 def test_a_stop_text_ends_a_generation_also_across_tokens() -> None:
-    engine = LocalEngine(MODEL, tokenizer=_letters())
+    engine = local_engine(MODEL, tokenizer=_letters())
     (whole,) = generate_all(engine, [_request(0, 60)])
     text = "".join(chr(ord("A") + token) for token in whole.ids)
     stop = text[40:43]
@@ -114,12 +114,12 @@ def test_a_stop_text_ends_a_generation_also_across_tokens() -> None:
     assert ended.ids == whole.ids[: text.index(stop) + 3]
     assert ended.finish_reason == "stop"
     with pytest.raises(EngineError, match="no tokenizer"):
-        generate_all(LocalEngine(MODEL), [Request(ids=(1,), sampling=sampling, noise=key(0))])
+        generate_all(local_engine(MODEL), [Request(ids=(1,), sampling=sampling, noise=key(0))])
 
 
 def test_abort_returns_everything_under_way_with_what_it_has() -> None:
     async def run() -> tuple[list[Generation], Generation]:
-        engine = LocalEngine(MODEL, max_batch_rows=2)
+        engine = local_engine(MODEL, max_batch_rows=2)
         tasks = [asyncio.ensure_future(engine.generate(_request(number, 200))) for number in range(3)]
         for _ in range(60):
             await asyncio.sleep(0)
@@ -128,7 +128,7 @@ def test_abort_returns_everything_under_way_with_what_it_has() -> None:
         return await asyncio.gather(*tasks), later
 
     aborted, later = asyncio.run(run())
-    whole = generate_all(LocalEngine(MODEL), [_request(number, 200) for number in (0, 1, 7)])
+    whole = generate_all(local_engine(MODEL), [_request(number, 200) for number in (0, 1, 7)])
     assert [each.finish_reason for each in aborted] == ["abort"] * 3
     assert [bool(each.ids) for each in aborted] == [True, True, False]
     for mine, all_of_it in zip(aborted, whole[:2], strict=False):
@@ -144,7 +144,7 @@ def test_abort_works_from_another_thread() -> None:
         threading.Thread(target=engine.abort).start()
         return await task
 
-    engine = LocalEngine(MODEL)
+    engine = local_engine(MODEL)
     engine.abort()
     assert [each.finish_reason for each in asyncio.run(run(engine))] == ["abort"] * 3
     engine.abort()
@@ -158,7 +158,7 @@ def test_a_closed_engine_fails_what_waits_and_refuses_the_rest() -> None:
         engine.close()
         return await asyncio.gather(*tasks, engine.generate(_request(4, 1)), return_exceptions=True)
 
-    errors = asyncio.run(run(LocalEngine(MODEL, max_batch_rows=2)))
+    errors = asyncio.run(run(local_engine(MODEL, max_batch_rows=2)))
     assert [type(error) for error in errors] == [EngineError] * 4
     assert ["under way" in str(error) for error in errors] == [True] * 3 + [False]
     assert "closed and takes no more" in str(errors[3])
@@ -177,9 +177,9 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_go_on() -> None:
         return [*rows, seen[-1][0]], answer
 
     with _passes(MODEL) as seen:
-        rows, answer = asyncio.run(run(LocalEngine(MODEL, max_batch_rows=3)))
+        rows, answer = asyncio.run(run(local_engine(MODEL, max_batch_rows=3)))
     assert rows == [3, 1]
-    assert answer == generate_all(LocalEngine(MODEL), [_request(3, 40)])[0]
+    assert answer == generate_all(local_engine(MODEL), [_request(3, 40)])[0]
 
 
 def test_a_time_out_acts_while_the_engine_decodes() -> None:
@@ -187,7 +187,7 @@ def test_a_time_out_acts_while_the_engine_decodes() -> None:
         async with asyncio.timeout(0.001):
             await engine.generate(_request(0, 250))
 
-    engine = LocalEngine(MODEL)
+    engine = local_engine(MODEL)
     with pytest.raises(TimeoutError), _passes(MODEL) as seen:
         asyncio.run(run(engine))
     assert len(seen) < 250
@@ -196,7 +196,7 @@ def test_a_time_out_acts_while_the_engine_decodes() -> None:
 
 def test_diverged_weights_reach_every_request_as_an_error() -> None:
     model = model_of("qwen3")
-    engine = LocalEngine(model, max_batch_rows=2)
+    engine = local_engine(model, max_batch_rows=2)
     head = model.get_parameter("lm_head.weight").detach()
     good = head.clone()
 
@@ -224,7 +224,7 @@ def test_a_failing_model_reaches_every_request_as_an_error(at_pass: int) -> None
     async def run() -> list[Generation | BaseException]:
         return await asyncio.gather(*(engine.generate(_request(n, 40)) for n in range(5)), return_exceptions=True)
 
-    engine = LocalEngine(MODEL, max_batch_rows=3)
+    engine = local_engine(MODEL, max_batch_rows=3)
     handle = MODEL.register_forward_pre_hook(explode)
     try:
         errors = asyncio.run(run())
@@ -233,7 +233,7 @@ def test_a_failing_model_reaches_every_request_as_an_error(at_pass: int) -> None
     assert [type(error) for error in errors] == [EngineError] * 5
     assert all("RuntimeError: out of memory: tried to allocate 7 GB; lower max_batch_rows" in str(e) for e in errors)
     assert all(isinstance(error.__cause__, RuntimeError) for error in errors if isinstance(error, EngineError))
-    assert generate_all(engine, [_request(0, 4)]) == generate_all(LocalEngine(MODEL), [_request(0, 4)])
+    assert generate_all(engine, [_request(0, 4)]) == generate_all(local_engine(MODEL), [_request(0, 4)])
 
 
 def test_the_engines_task_may_be_cancelled_and_nobody_waits_for_ever() -> None:
@@ -247,13 +247,13 @@ def test_the_engines_task_may_be_cancelled_and_nobody_waits_for_ever() -> None:
         errors = await asyncio.gather(*waiting, return_exceptions=True)
         return [*errors, await engine.generate(_request(0, 2))]
 
-    *errors, answer = asyncio.run(run(LocalEngine(MODEL)))
+    *errors, answer = asyncio.run(run(local_engine(MODEL)))
     assert ["task was cancelled" in str(error) for error in errors] == [True, True]
     assert isinstance(answer, Generation)
 
 
 def test_event_loops_may_use_an_engine_one_after_another() -> None:
-    engine = LocalEngine(MODEL)
+    engine = local_engine(MODEL)
     requests = requests_of(10)
     assert generate_all(engine, requests) == generate_all(engine, requests)
 
@@ -270,7 +270,7 @@ def test_event_loops_may_use_an_engine_one_after_another() -> None:
 
 
 def test_two_event_loops_at_once_are_refused() -> None:
-    engine = LocalEngine(MODEL)
+    engine = local_engine(MODEL)
     errors: list[str] = []
 
     def other() -> None:
@@ -302,7 +302,7 @@ def test_two_event_loops_at_once_are_refused() -> None:
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_in_words(ids: list, max_tokens: int, words: str) -> None:
-    engine = LocalEngine(MODEL)
+    engine = local_engine(MODEL)
     assert engine.context_tokens == 256
     request = Request(ids=ids, sampling=Sampling(max_tokens=max_tokens), noise=b"")
     with pytest.raises(EngineError, match=words):

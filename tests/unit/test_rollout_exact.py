@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import full_log_probs, generate_all, model_of, requests_of
+from rollout_cases import full_log_probs, generate_all, local_engine, model_of, requests_of
 
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.rollout.engine import Generation, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 
 QWEN3 = model_of("qwen3")
 MODELS = ["qwen3", "qwen3-moe", "qwen3-vl", "llama", "gpt2", "mistral", "gemma3_text"]
@@ -21,7 +21,7 @@ MODELS = ["qwen3", "qwen3-moe", "qwen3-vl", "llama", "gpt2", "mistral", "gemma3_
 def test_log_probs_are_those_of_a_full_pass_without_a_cache(name: str, dtype: str, tolerance: float) -> None:
     model = model_of(name, dtype)
     requests = requests_of(24)
-    engine = LocalEngine(model, max_batch_rows=7)
+    engine = local_engine(model, max_batch_rows=7)
     alone = [generate_all(engine, [request])[0] for request in requests[:6]]
     answers = generate_all(engine, requests)
     for request, answer in zip([*requests, *requests[:6]], [*answers, *alone], strict=True):
@@ -33,14 +33,14 @@ def test_eager_attention_in_float64_is_read_without_padding() -> None:
     model = model_of("gemma2")
     assert model.config._attn_implementation == "eager"
     requests = requests_of(24)
-    for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
+    for request, answer in zip(requests, generate_all(local_engine(model), requests), strict=True):
         assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-6)
 
 
 def test_a_whole_wave_in_one_pass_is_exact_too() -> None:
     model = model_of("qwen3")
     requests = requests_of(200, longest=9, most=2)
-    for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
+    for request, answer in zip(requests, generate_all(local_engine(model), requests), strict=True):
         assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-12)
 
 
@@ -48,7 +48,7 @@ def test_a_whole_wave_in_one_pass_is_exact_too() -> None:
 def test_requests_with_one_context_are_exact_too(name: str) -> None:
     model = model_of(name)
     requests = [request._replace(noise=bytes([n, k])) for n, request in enumerate(requests_of(5)) for k in range(6)]
-    for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
+    for request, answer in zip(requests, generate_all(local_engine(model), requests), strict=True):
         assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-12)
 
 
@@ -57,7 +57,7 @@ def test_long_and_short_contexts_are_read_in_passes_of_their_own() -> None:
     few = Sampling(max_tokens=3)
     lengths = [200, 2, 190, 5, 130] * 25
     requests = [Request(ids=[n % 40] * length, sampling=few, noise=bytes([n])) for n, length in enumerate(lengths)]
-    for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
+    for request, answer in zip(requests, generate_all(local_engine(model), requests), strict=True):
         assert answer.log_probs == pytest.approx(full_log_probs(model, request, answer), rel=0, abs=1e-12)
 
 
@@ -90,10 +90,10 @@ def _same(left: list[Generation], right: list[Generation]) -> None:
 def test_tokens_do_not_depend_on_the_batch_that_a_request_lands_in(seed: int, rows: int, count: int) -> None:
     model = QWEN3
     requests = requests_of(count, seed=seed, cuts=True, most=9)
-    alone = asyncio.run(_one_by_one(LocalEngine(model), requests))
-    _same(generate_all(LocalEngine(model), requests), alone)
-    _same(generate_all(LocalEngine(model), requests[::-1])[::-1], alone)
-    _same(asyncio.run(_at_odd_times(LocalEngine(model, max_batch_rows=rows), requests, seed)), alone)
+    alone = asyncio.run(_one_by_one(local_engine(model), requests))
+    _same(generate_all(local_engine(model), requests), alone)
+    _same(generate_all(local_engine(model), requests[::-1])[::-1], alone)
+    _same(asyncio.run(_at_odd_times(local_engine(model, max_batch_rows=rows), requests, seed)), alone)
 
 
 def test_greedy_tokens_are_those_of_transformers_own_generate() -> None:
@@ -102,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers_own_generate() -> None:
         Request(ids=request.ids, sampling=Sampling(max_tokens=15, temperature=0.0), noise=b"")
         for request in requests_of(20)
     ]
-    for request, answer in zip(requests, generate_all(LocalEngine(model), requests), strict=True):
+    for request, answer in zip(requests, generate_all(local_engine(model), requests), strict=True):
         ids = torch.tensor([request.ids])
         theirs = model.generate(  # pyright: ignore[reportCallIssue]
             input_ids=ids,
@@ -121,9 +121,9 @@ def test_the_training_model_stays_as_it_is() -> None:
     model.get_submodule("transformer.wte").eval()
     modes = [module.training for module in model.modules()]
     requests = requests_of(8)
-    first = generate_all(LocalEngine(model), requests)
+    first = generate_all(local_engine(model), requests)
     assert [module.training for module in model.modules()] == modes
     assert not any(parameter.is_inference() or parameter.grad is not None for parameter in model.parameters())
     assert torch.is_grad_enabled()
-    _same(first, generate_all(LocalEngine(model.eval()), requests))
+    _same(first, generate_all(local_engine(model.eval()), requests))
     model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from rollout_cases import generate_all
+from rollout_cases import generate_all, local_engine
 from transformers import PreTrainedModel
 from vision_cases import MADE, load, requests_of
 
 from raggedright.agents.vision import Vision
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import EngineError, Generation, Request, Sampling
+from raggedright.rollout.engine import EngineError, Generation, Request, Sampling
 from raggedright.tensors.positions import image_positions
 
 
@@ -30,7 +29,7 @@ def full_log_probs(model: PreTrainedModel, vision: Vision, request: Request, ans
 def test_log_probs_are_those_of_a_full_pass_with_the_images(family: str, dtype: str, tolerance: float) -> None:
     model, _, vision = load(family, dtype)
     requests = requests_of(vision, 18)
-    engine = LocalEngine(model, max_batch_rows=5)
+    engine = local_engine(model, max_batch_rows=5)
     alone = [generate_all(engine, [request])[0] for request in requests[:6]]
     answers = generate_all(engine, requests)
     for request, answer in zip([*requests, *requests[:6]], [*answers, *alone], strict=True):
@@ -40,7 +39,7 @@ def test_log_probs_are_those_of_a_full_pass_with_the_images(family: str, dtype: 
 def test_rows_with_and_without_images_in_one_batch_are_answered_as_alone() -> None:
     model, _, vision = load("qwen3_vl")
     requests = requests_of(vision, 12, seed=1)
-    engine = LocalEngine(model)
+    engine = local_engine(model)
     together = generate_all(engine, requests)
     for request, answer in zip(requests, together, strict=True):
         alone = generate_all(engine, [request])[0]
@@ -54,7 +53,7 @@ def test_the_image_is_seen() -> None:
     assert request.media
     dark = {**request.media, "pixel_values": torch.zeros_like(request.media["pixel_values"])}
     other = Request(ids=request.ids, sampling=request.sampling, noise=request.noise, media=dark)
-    seen, unseen = generate_all(LocalEngine(model), [request, other])
+    seen, unseen = generate_all(local_engine(model), [request, other])
     assert abs(seen.log_probs[0] - unseen.log_probs[0]) > 1e-6
 
 
@@ -68,7 +67,7 @@ def test_placeholders_are_never_sampled() -> None:
             head.weight[[*vision.placeholder_ids]] *= 100.0  # likely, now and then
         sampling = Sampling(max_tokens=20)
         requests = [Request(ids=[1, 2, 3], sampling=sampling, noise=bytes([i])) for i in range(20)]
-        sampled = {token for answer in generate_all(LocalEngine(model), requests) for token in answer.ids}
+        sampled = {token for answer in generate_all(local_engine(model), requests) for token in answer.ids}
     finally:
         with torch.no_grad():
             head.weight.copy_(kept)
@@ -90,7 +89,7 @@ def test_positions_are_the_models_own(family: str) -> None:
 
 def test_images_that_cannot_be_placed_are_refused() -> None:
     model, _, vision = load("qwen3_vl")
-    engine, request = LocalEngine(model), requests_of(vision, 3)[2]
+    engine, request = local_engine(model), requests_of(vision, 3)[2]
     few = Sampling(max_tokens=1)
     for ids, media, words in (
         ([1, 2, 3], request.media, "0 image tokens and its 2 images"),

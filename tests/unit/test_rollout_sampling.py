@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from raggedright.errors import ConfigError
 from raggedright.rollout import sampling
+from raggedright.rollout.engine import EngineError, Sampling
 from raggedright.rollout.noise import as_key, key_words, uniforms
-from raggedright.rollout.protocol import EngineError, Sampling
 from raggedright.rollout.sampling import RowSettings, choose, noise_key
 
 CPU = torch.device("cpu")

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from rollout_cases import TEXT, full_log_probs, generate_all, key, model_of
+from rollout_cases import TEXT, full_log_probs, generate_all, key, local_engine, model_of
 from transformers import PreTrainedModel
 from vision_cases import load
 from vision_cases import requests_of as image_requests_of
 
 from raggedright.agents.session import Session, Task
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.rollout.engine import Generation, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 from raggedright.rollout.turn_cache import LEAST_TOKENS, PastRow, TurnCache
 from raggedright.tensors.routing import find_routers
 from unit.agents.scripted import NoiseEngine, run, tasks_of
@@ -75,9 +75,9 @@ def test_turns_are_as_if_every_context_was_read_whole(name: str, dtype: str, tol
     tolerance = max(tolerance, 1e-6) if name == "gemma2" else tolerance
     model = model_of(name, dtype)
     with counted(model) as read_whole:
-        plain = talk_all(LocalEngine(model, kept_bytes=0, max_batch_rows=5))
+        plain = talk_all(local_engine(model, kept_bytes=0, max_batch_rows=5))
     with counted(model) as read_new:
-        kept = talk_all(LocalEngine(model, max_batch_rows=5))
+        kept = talk_all(local_engine(model, max_batch_rows=5))
     same(kept, plain, tolerance)
     assert sum(read_new) < 0.7 * sum(read_whole)
     for request, answer in (turn for trajectory in kept for turn in trajectory):
@@ -87,9 +87,9 @@ def test_turns_are_as_if_every_context_was_read_whole(name: str, dtype: str, tol
 @pytest.mark.parametrize("seed", range(4))
 def test_turns_do_not_depend_on_the_company_of_a_trajectory(seed: int) -> None:
     model = model_of("mistral")
-    plain = talk_all(LocalEngine(model, kept_bytes=0), 12)
+    plain = talk_all(local_engine(model, kept_bytes=0), 12)
     for kept_bytes in (1 << 30, 40_000):  # the second holds a few rows
-        engine = LocalEngine(model, max_batch_rows=4, kept_bytes=kept_bytes)
+        engine = local_engine(model, max_batch_rows=4, kept_bytes=kept_bytes)
         same(talk_all(engine, 12, waits=random.Random(seed)), plain, 1e-12)
         assert engine._turn_cache.num_bytes <= kept_bytes
 
@@ -97,7 +97,7 @@ def test_turns_do_not_depend_on_the_company_of_a_trajectory(seed: int) -> None:
 def test_a_turn_reads_what_is_new() -> None:
     model = model_of("qwen3")
     few = Sampling(max_tokens=3)
-    engine = LocalEngine(model)
+    engine = local_engine(model)
     ids = [n % TEXT for n in range(60)]
     with counted(model) as sizes:
         for _ in range(4):
@@ -109,7 +109,7 @@ def test_a_turn_reads_what_is_new() -> None:
 def test_a_context_that_does_not_go_on_from_the_last_is_read_whole() -> None:
     model = model_of("qwen3")
     few = Sampling(max_tokens=2)
-    engine = LocalEngine(model)
+    engine = local_engine(model)
     ids = [n % TEXT for n in range(50)]
     first = Request(ids, few, key(0))
     (answer,) = generate_all(engine, [first])
@@ -118,12 +118,12 @@ def test_a_context_that_does_not_go_on_from_the_last_is_read_whole() -> None:
         assert sizes == [51, 1]
         assert generate_all(engine, [Request([1, *ids], few, key(1))])[0].ids
         assert sizes[2:] == [51, 1]
-        (again,) = generate_all(LocalEngine(model), [first])
+        (again,) = generate_all(local_engine(model), [first])
         assert again == answer
 
 
 def test_the_same_request_again_is_answered_the_same() -> None:
-    engine = LocalEngine(model_of("qwen3"))
+    engine = local_engine(model_of("qwen3"))
     request = Request([n % TEXT for n in range(50)], Sampling(max_tokens=1), key(0))
     (first,), (second,) = generate_all(engine, [request]), generate_all(engine, [request])
     assert first.ids == second.ids
@@ -132,18 +132,18 @@ def test_the_same_request_again_is_answered_the_same() -> None:
 
 def test_an_update_of_the_weights_forgets_all() -> None:
     model = model_of("qwen3")
-    engine = LocalEngine(model)
+    engine = local_engine(model)
     talk_all(engine, 3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     engine.update_weights((), version=1)
     assert (len(engine._turn_cache), engine._turn_cache.num_bytes) == (0, 0)
-    same(talk_all(engine, 3), talk_all(LocalEngine(model, kept_bytes=0), 3), 1e-12)
+    same(talk_all(engine, 3), talk_all(local_engine(model, kept_bytes=0), 3), 1e-12)
 
 
 def test_what_was_read_with_other_weights_is_not_kept() -> None:
-    engine = LocalEngine(model_of("qwen3"))
+    engine = local_engine(model_of("qwen3"))
     request = Request([n % TEXT for n in range(50)], Sampling(max_tokens=30), key(0))
 
     async def update_under_way() -> Generation:
@@ -159,7 +159,7 @@ def test_what_was_read_with_other_weights_is_not_kept() -> None:
 
 def test_experts_are_those_of_contexts_read_whole() -> None:
     model = model_of("qwen3-moe")
-    engines = [LocalEngine(model, routers=find_routers(model), kept_bytes=most) for most in (1 << 30, 0)]
+    engines = [local_engine(model, routers=find_routers(model), kept_bytes=most) for most in (1 << 30, 0)]
     kept, plain = (talk_all(engine, 6) for engine in engines)
     same(kept, plain, 1e-12)
     for left, right in zip(kept, plain, strict=True):
@@ -172,7 +172,7 @@ def test_experts_are_those_of_contexts_read_whole() -> None:
 def test_rows_with_images_are_not_kept_and_share_passes_with_those_that_are() -> None:
     model, _, vision = load("qwen3_vl")
     images = [request for request in image_requests_of(vision, 18) if request.media]
-    engine, plain = LocalEngine(model), LocalEngine(model, kept_bytes=0)
+    engine, plain = local_engine(model), local_engine(model, kept_bytes=0)
     generate_all(engine, images)
     assert len(engine._turn_cache) == 0
     text = [n % 10 for n in range(50)]
@@ -206,7 +206,7 @@ def test_rows_that_were_not_used_for_longest_go_first_when_there_is_no_room() ->
 
 
 def test_what_is_kept_holds_no_more_memory_than_is_counted() -> None:
-    engine = LocalEngine(model_of("qwen3"), kept_bytes=1 << 17)
+    engine = local_engine(model_of("qwen3"), kept_bytes=1 << 17)
     talk_all(engine, 30, turns=2)
     kept = engine._turn_cache
     parts = [part for row in kept._rows.values() for layer in row.layers for part in layer]
@@ -232,7 +232,7 @@ def test_the_engine_forgets_a_session_that_has_ended() -> None:
     run(agent, [(task, 0) for task in tasks_of("ab")], engine=engine)
     assert sorted(engine.forgotten) == sorted({request.noise for request in engine.requests})
     assert len(engine.forgotten) == 4
-    local = LocalEngine(model_of("qwen3"))
+    local = local_engine(model_of("qwen3"))
     local._turn_cache.put(key(0), past_of(40))
     local.forget(key(0))
     assert len(local._turn_cache) == 0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from rollout_cases import generate_all, model_of, requests_of
+from rollout_cases import generate_all, local_engine, model_of, requests_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raggedright.errors import ConfigError
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import EngineError
+from raggedright.rollout.engine import EngineError
 
 REQUESTS = requests_of(6)
 
@@ -29,7 +28,7 @@ def _moved(model: nn.Module) -> nn.Module:
 
 def test_a_shared_model_is_not_loaded_and_its_version_is_said() -> None:
     model = model_of("qwen3")
-    engine = LocalEngine(model)
+    engine = local_engine(model)
 
     def untouched() -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("the weights were read")
@@ -47,19 +46,19 @@ def test_a_shared_model_is_not_loaded_and_its_version_is_said() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_a_copy_generates_as_the_weights_it_was_given(name: str) -> None:
     trained, copy = _moved(model_of(name)), model_of(name)
-    engine = LocalEngine(copy, shared=False)
+    engine = local_engine(copy, shared=False)
     engine.update_weights(((n, p.detach().float()) for n, p in trained.named_parameters()), version=1)
     for mine, theirs in zip(copy.parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach().float().double(), rtol=0, atol=0)
     engine.update_weights(trained.state_dict().items(), version=2)
     assert generate_all(engine, REQUESTS) == [
-        answer._replace(weight_version=2) for answer in generate_all(LocalEngine(trained), REQUESTS)
+        answer._replace(weight_version=2) for answer in generate_all(local_engine(trained), REQUESTS)
     ]
 
 
 def test_weights_that_do_not_fit_are_named_and_nothing_is_generated_with_them() -> None:
     trained = model_of("qwen3")
-    engine = LocalEngine(model_of("qwen3"), shared=False)
+    engine = local_engine(model_of("qwen3"), shared=False)
     weights = dict(trained.named_parameters())
     del weights["model.norm.weight"]
     weights["lm_head.weight"] = nn.Parameter(torch.zeros(3, 32))
@@ -84,21 +83,21 @@ def test_models_that_keep_more_than_keys_and_values_are_refused_by_name(kind: st
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_TINY))
     with pytest.raises(ConfigError, match=f"model type '{kind}'"):
-        LocalEngine(model)
+        local_engine(model)
 
 
 def test_models_of_another_make_are_refused() -> None:
     with pytest.raises(ConfigError, match="Linear is none"):
-        LocalEngine(nn.Linear(2, 2))
+        local_engine(nn.Linear(2, 2))
     config = AutoConfig.for_model("t5", vocab_size=40, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config)
     with pytest.raises(ConfigError, match="model type 't5' has an encoder"):
-        LocalEngine(model)
+        local_engine(model)
     with pytest.raises(ConfigError, match="max_batch_rows is 0"):
-        LocalEngine(model_of("qwen3"), max_batch_rows=0)
+        local_engine(model_of("qwen3"), max_batch_rows=0)
     with pytest.raises(ConfigError, match="pad_token_id is 40"):
-        LocalEngine(model_of("qwen3"), pad_token_id=40)
+        local_engine(model_of("qwen3"), pad_token_id=40)
 
 
 def test_sharded_weights_are_refused_with_the_remedy() -> None:
@@ -107,6 +106,6 @@ def test_sharded_weights_are_refused_with_the_remedy() -> None:
         model = model_of("qwen3")
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(ConfigError, match="unsharded copy with shared = False"):
-            LocalEngine(model)
+            local_engine(model)
     finally:
         dist.destroy_process_group()

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raggedright.agents.vision import Vision
 from raggedright.config.sections import Model
-from raggedright.rollout.protocol import Request, Sampling
+from raggedright.rollout.engine import Request, Sampling
 from raggedright.train.eyes import load_vision
 from raggedright.train.models import load_actor, load_tokenizer
 

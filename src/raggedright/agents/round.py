@@ -29,7 +29,7 @@ from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.watchdog import Guarded, GuardedLoop, LoopTime, Unguarded, Watchdog
 from raggedright.errors import RaggedRightError
-from raggedright.rollout.protocol import Engine, EngineError, Generation, Request
+from raggedright.rollout.engine import Engine, EngineError, Generation, Request
 from raggedright.sessions import Session as RecordedSession
 from raggedright.sessions import SessionKey, check_session
 

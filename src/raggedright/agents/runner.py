@@ -25,7 +25,7 @@ from raggedright.agents.session import Agent, Session, Task
 from raggedright.agents.settings import RolloutSettings
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
-from raggedright.rollout.protocol import Engine
+from raggedright.rollout.engine import Engine
 from raggedright.sessions import SessionKey, SessionTable
 from raggedright.store.protocol import Store
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from raggedright.errors import ConfigError
-from raggedright.rollout.protocol import Sampling
+from raggedright.rollout.engine import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from raggedright.agents.tokens import ChatTemplate, Message, Tokens, decode, encode, encode_turn, is_chat
 from raggedright.agents.values import SessionError, finite
 from raggedright.agents.vision import Look, Picture, join_media, pictures_of
-from raggedright.rollout.protocol import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling
+from raggedright.rollout.engine import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling
 from raggedright.rollout.sampling import noise_key
 from raggedright.sessions import Trajectory as RecordedTrajectory
 from raggedright.sessions import is_text

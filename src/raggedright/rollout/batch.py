@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.rollout.cache import Forward, RowCache
+from raggedright.rollout.engine import FinishReason, Generation, Sampling
 from raggedright.rollout.noise import key_words
-from raggedright.rollout.protocol import FinishReason, Generation, Sampling
 from raggedright.rollout.sampling import RowSettings, choose, uniforms
 from raggedright.rollout.stops import TextStops
 from raggedright.rollout.turn_cache import ID_BYTES, PastRow, TurnCache

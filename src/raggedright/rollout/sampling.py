@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raggedright.rollout.engine import EngineError, Sampling
 from raggedright.rollout.noise import noise_key, uniforms
-from raggedright.rollout.protocol import EngineError, Sampling
 
 __all__ = ["Cuts", "RowSettings", "choose", "noise_key", "uniforms"]
 

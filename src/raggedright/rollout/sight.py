@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.errors import RowsError
-from raggedright.rollout.protocol import EngineError
+from raggedright.rollout.engine import EngineError
 from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.positions import image_positions, position_shift
 

@@ -5,21 +5,14 @@ has already stopped it. What the prompt ends with does not count.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Decodes(Protocol):
-    """What is asked of a tokenizer here."""
-
-    def decode(self, token_ids: list[int]) -> str | list[str]:
-        """The text of some tokens."""
-        ...
+from raggedright.rollout.engine import Decoder
 
 
 class TextStops:
     """The texts that one request stops at."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: Decodes) -> None:
+    def __init__(self, texts: Sequence[str], tokenizer: Decoder) -> None:
         self._texts = texts
         self._tokenizer = tokenizer
         # A token is a byte of text or more, but for a few (parts of a character, marks without text).

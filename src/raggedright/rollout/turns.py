@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from raggedright.rollout.batch import Batch, Job
 from raggedright.rollout.cache import Forward
-from raggedright.rollout.protocol import EngineError
+from raggedright.rollout.engine import EngineError
 from raggedright.rollout.turn_cache import TurnCache
 
 # Turns of the event loop without a new request before a batch goes on: an agent may need some to get from one

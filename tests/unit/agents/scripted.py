@@ -11,7 +11,7 @@ from raggedright.agents.digits import SYMBOLS
 from raggedright.agents.runner import RolloutSettings, Runner
 from raggedright.agents.session import Agent, Task
 from raggedright.agents.vision import Vision
-from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.rollout.engine import Generation, Request, Sampling
 from raggedright.sessions import TOKEN_FIELDS, Trajectory
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import Store

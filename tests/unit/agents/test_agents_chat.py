@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from raggedright.agents.session import Session, Task
 from raggedright.agents.tokens import _REPLY, decode
-from raggedright.rollout.protocol import Sampling
+from raggedright.rollout.engine import Sampling
 from recorded import recorded_sessions
 from unit.agents.scripted import ScriptEngine, causes, rows, run, tasks_of
 

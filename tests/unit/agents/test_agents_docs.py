@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from raggedright.agents import Task
-from raggedright.rollout.protocol import Sampling
+from raggedright.rollout.engine import Sampling
 from recorded import recorded_sessions
 from unit.agents.scripted import EOS, ScriptEngine, run
 from unit.agents.test_agents_chat import CALL, CHAT, ids

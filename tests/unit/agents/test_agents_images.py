@@ -14,7 +14,7 @@ from raggedright.agents import tiles
 from raggedright.agents.session import Session, Task
 from raggedright.agents.vision import MEDIA, Vision
 from raggedright.errors import RowsError
-from raggedright.rollout.protocol import Generation, Sampling
+from raggedright.rollout.engine import Generation, Sampling
 from raggedright.store.protocol import Store
 from recorded import recorded_sessions
 from unit.agents.scripted import NoiseEngine, ScriptEngine, causes, run

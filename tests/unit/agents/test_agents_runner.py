@@ -16,7 +16,7 @@ from raggedright.agents.delegation import delegate
 from raggedright.agents.runner import Runner
 from raggedright.agents.session import SessionError, Trajectory
 from raggedright.errors import ConfigError, RaggedRightError
-from raggedright.rollout.protocol import EngineError, Generation
+from raggedright.rollout.engine import EngineError, Generation
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import StoreError
 from raggedright.store.sqlite import SqliteStore

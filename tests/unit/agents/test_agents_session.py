@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from raggedright.agents.session import Session, SessionError, Task
-from raggedright.rollout.protocol import Sampling
+from raggedright.rollout.engine import Sampling
 from recorded import recorded_sessions
 from unit.agents.scripted import EOS, NoiseEngine, ScriptEngine, causes, rows, run, tasks_of
 

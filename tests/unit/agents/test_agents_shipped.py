@@ -12,8 +12,8 @@ from raggedright.agents.compaction import compact
 from raggedright.agents.delegation import delegate
 from raggedright.agents.runner import Runner
 from raggedright.agents.session import Task
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Generation
+from raggedright.rollout.engine import EngineContext, Generation
+from raggedright.rollout.local_engine import LocalEngine
 from raggedright.store.memory import MemoryStore
 from recorded import recorded_sessions
 from unit.agents.scripted import EOS, TOKENIZER, NoiseEngine, ScriptEngine, causes, rows, run, settings
@@ -138,7 +138,9 @@ def test_a_real_model_generates_the_same_tokens_in_any_company(agent):
         tie_word_embeddings=False,
         max_position_embeddings=64,
     )
-    engine = LocalEngine(Qwen3ForCausalLM(config).to(torch.float64).eval(), pad_token_id=TOKENIZER.pad_token_id)  # type: ignore[arg-type]
+    model = Qwen3ForCausalLM(config)
+    model.to(torch.float64).eval()  # type: ignore[arg-type]
+    engine = LocalEngine(EngineContext(model=model, pad_token_id=TOKENIZER.pad_token_id))
     found = []
     for concurrency in (100, 3):
         store = MemoryStore()

@@ -18,7 +18,9 @@ from raggedright.errors import ConfigError, RaggedRightError
 if TYPE_CHECKING:
     from numpy import integer
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from raggedright.tensors.routing import Routers
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -82,6 +84,32 @@ class Generation(NamedTuple):
     finish_reason: FinishReason
     weight_version: int
     routed_experts: "NDArray[integer] | None" = None
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that an engine needs to stop at a text."""
+
+    def decode(self, token_ids: list[int]) -> str | list[str]:
+        """The text of some tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What an engine is made with: an engine is any callable that takes an EngineContext and options of its own.
+
+    With `shared`, `model` is the model that trains, so an update of the weights is already in it; otherwise it is a
+    copy that `update_weights` loads into. `kept_bytes` limits the keys and values that an engine keeps of trajectories
+    between their generations (0 keeps none). With `routers`, the experts of every position are recorded.
+    """
+
+    model: "nn.Module"
+    tokenizer: Decoder | None = None
+    pad_token_id: int = 0
+    max_batch_rows: int = 512
+    shared: bool = True
+    kept_bytes: int = 1 << 30
+    routers: "Routers | None" = None
 
 
 class Engine(Protocol):

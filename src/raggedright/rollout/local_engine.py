@@ -15,55 +15,42 @@ from array import array
 from collections.abc import Callable, Iterable
 from threading import get_ident
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from raggedright.errors import ConfigError
 from raggedright.rollout.batch import Job
 from raggedright.rollout.cache import Forward
+from raggedright.rollout.engine import EngineContext, EngineError, Generation, Request
 from raggedright.rollout.noise import as_key
-from raggedright.rollout.protocol import EngineError, Generation, Request
-from raggedright.rollout.stops import Decodes, TextStops
+from raggedright.rollout.stops import TextStops
 from raggedright.rollout.turn_cache import TurnCache
 from raggedright.rollout.turns import Turns, fail
 from raggedright.rollout.weights import load_weights
-from raggedright.tensors.routing import Routers
 
 _NO_LIMIT = 1 << 40
 
 
 class LocalEngine:
-    """Generates with a model of this process; `shared` says that it is the one that trains, not a copy to load into.
+    """Generates with a transformers model in this process."""
 
-    With the model's `routers`, the experts of every position are recorded. `kept_bytes` is the most that the keys and
-    values of trajectories may take between their generations (`turn_cache`); 0 keeps none.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        tokenizer: Decodes | None = None,
-        pad_token_id: int = 0,
-        max_batch_rows: int = 512,
-        shared: bool = True,
-        kept_bytes: int = 1 << 30,
-        routers: Routers | None = None,
-    ) -> None:
-        if max_batch_rows < 1:
-            raise ConfigError(f"max_batch_rows is {max_batch_rows}; a batch has 1 row or more")
-        self._forward = Forward(model, pad_token_id=pad_token_id, routers=routers)
-        if not 0 <= pad_token_id < self._forward.vocabulary:
-            raise ConfigError(f"pad_token_id is {pad_token_id} and the model has {self._forward.vocabulary:,} tokens")
-        self._model = model
-        self._tokenizer = tokenizer
-        self._max_batch_rows = max_batch_rows
-        self._shared = shared
+    def __init__(self, context: EngineContext) -> None:
+        if context.max_batch_rows < 1:
+            raise ConfigError(f"max_batch_rows is {context.max_batch_rows}; a batch has 1 row or more")
+        self._forward = Forward(context.model, pad_token_id=context.pad_token_id, routers=context.routers)
+        if not 0 <= context.pad_token_id < self._forward.vocabulary:
+            raise ConfigError(
+                f"pad_token_id is {context.pad_token_id} and the model has {self._forward.vocabulary:,} tokens"
+            )
+        self._model = context.model
+        self._tokenizer = context.tokenizer
+        self._max_batch_rows = context.max_batch_rows
+        self._shared = context.shared
         self._version = 0
         self._closed = False
         self._incomplete = ""
         self._num_requests = 0
         self._turns: Turns | None = None
-        self._turn_cache = TurnCache(kept_bytes)
+        self._turn_cache = TurnCache(context.kept_bytes)
 
     @property
     def context_tokens(self) -> int:

@@ -24,7 +24,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Request, Sampling
+from raggedright.rollout.protocol import EngineContext, Request, Sampling
 from raggedright.rollout.sampling import noise_key
 
 
@@ -107,7 +107,7 @@ def ours(engine: LocalEngine, requests: list[Request]) -> None:
 
 def talk(model: PreTrainedModel, case: Talk, *, kept_bytes: int) -> None:
     """All trajectories at once, each with all its turns."""
-    engine = LocalEngine(model, kept_bytes=kept_bytes)
+    engine = LocalEngine(EngineContext(model=model, kept_bytes=kept_bytes))
 
     async def turns(number: int) -> None:
         rng = np.random.default_rng(number)
@@ -184,7 +184,7 @@ def main() -> None:
     for case in CASES:
         model = model_of(vocab_size=case.vocabulary, hidden_size=case.hidden, num_hidden_layers=case.layers)
         requests = requests_of(case)
-        engine = LocalEngine(model, max_batch_rows=case.batch_rows)
+        engine = LocalEngine(EngineContext(model=model, max_batch_rows=case.batch_rows))
         tokens = sum(request.sampling.max_tokens for request in requests)
         mine, other, bound = best_of(
             case.repeats,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from curves import draw
 from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.rollout.protocol import EngineContext, Generation, Request, Sampling
 from raggedright.rows import Rows
 from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator
@@ -78,7 +78,8 @@ def measure_gap(folder: Path) -> Gap:
     training.load_state_dict(rollout.state_dict())  # both models have the rounded weights
     requests = [Request(ids=ids, sampling=Sampling(max_tokens=24), noise=bytes([i % 256, i // 256]))
                 for i, ids in enumerate(_prompts(folder))]  # fmt: skip
-    answers = asyncio.run(_generate(LocalEngine(rollout, routers=_routers(rollout)), requests))
+    engine = LocalEngine(EngineContext(model=rollout, routers=_routers(rollout)))
+    answers = asyncio.run(_generate(engine, requests))
     ids = [torch.tensor([*request.ids, *answer.ids]) for request, answer in zip(requests, answers, strict=True)]
     sizes = [len(answer.ids) for answer in answers]
     rows = Rows.from_columns(

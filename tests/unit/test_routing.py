@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from rollout_cases import VOCABULARY, generate_all, model_of, requests_of
+from rollout_cases import VOCABULARY, generate_all, local_engine, model_of, requests_of
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,7 +15,6 @@ from raggedright.agents.settings import RolloutSettings
 from raggedright.check.check_inputs import load_model
 from raggedright.config.sections import Experts, Model
 from raggedright.errors import ConfigError, RowsError
-from raggedright.rollout.local import LocalEngine
 from raggedright.rollout.protocol import Generation, Sampling
 from raggedright.rows import Rows
 from raggedright.sessions import SessionKey
@@ -117,7 +116,7 @@ def test_the_engine_records_the_experts_of_every_position_it_feeds_to_the_model(
     model = model_of("qwen3-moe")
     requests = requests_of(16)
     requests += [request._replace(noise=bytes([n])) for n, request in enumerate(requests[:5])]
-    engine = LocalEngine(model, max_batch_rows=max_batch_rows, routers=routers_of(model))
+    engine = local_engine(model, max_batch_rows=max_batch_rows, routers=routers_of(model))
     for request, answer in zip(requests, generate_all(engine, requests), strict=True):
         expected = natural(model, [*request.ids, *answer.ids[:-1]])
         assert answer.routed_experts is not None
@@ -126,7 +125,7 @@ def test_the_engine_records_the_experts_of_every_position_it_feeds_to_the_model(
 
 
 def test_an_engine_without_routers_records_nothing() -> None:
-    (answer,) = generate_all(LocalEngine(model_of("qwen3-moe")), requests_of(1))
+    (answer,) = generate_all(local_engine(model_of("qwen3-moe")), requests_of(1))
     assert answer.routed_experts is None
 
 
@@ -252,7 +251,7 @@ def test_log_probs_in_float32_are_nearer_to_a_rollout_in_bfloat16_with_replay_th
     training = family("qwen3_moe")
     training.load_state_dict(rollout.state_dict())
     requests = requests_of(200, longest=24, most=24)
-    answers = generate_all(LocalEngine(rollout, routers=routers_of(rollout)), requests)
+    answers = generate_all(local_engine(rollout, routers=routers_of(rollout)), requests)
     ids = [[*request.ids, *answer.ids] for request, answer in zip(requests, answers, strict=True)]
     recorded = [torch.from_numpy(answer.routed_experts) for answer in answers]
     experts: list[Tensor | None] = [fill_up(of_row, len(row)) for of_row, row in zip(recorded, ids, strict=True)]

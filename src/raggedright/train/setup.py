@@ -24,7 +24,7 @@ from raggedright.errors import ConfigError
 from raggedright.files import write_file
 from raggedright.plan.layout import Layout
 from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Engine, Sampling
+from raggedright.rollout.protocol import Engine, EngineContext, Sampling
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import Store
 from raggedright.store.sqlite import SqliteStore
@@ -101,13 +101,15 @@ def set_up(config: Config, world: World) -> Setup:
     whole = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
     experts = actor_experts(actor, config.experts)
     engine = LocalEngine(
-        whole,
-        tokenizer=tokenizer,
-        pad_token_id=token_id,
-        max_batch_rows=config.rollout.max_batch_rows,
-        shared=not sharded,
-        kept_bytes=config.rollout.kept_mib << 20,
-        routers=find_routers(whole) if experts else None,
+        EngineContext(
+            model=whole,
+            tokenizer=tokenizer,
+            pad_token_id=token_id,
+            max_batch_rows=config.rollout.max_batch_rows,
+            shared=not sharded,
+            kept_bytes=config.rollout.kept_mib << 20,
+            routers=find_routers(whole) if experts else None,
+        )
     )
     filler = image_filler(actor.config) if vision else None
     collator = Collator(

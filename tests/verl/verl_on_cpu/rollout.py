@@ -18,7 +18,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Request, Sampling
+from raggedright.rollout.protocol import EngineContext, Request, Sampling
 
 NAME = "raggedright_local"
 
@@ -30,7 +30,7 @@ class LocalServer:
         torch.set_num_threads(1)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(path)
-        self._engine = LocalEngine(model, pad_token_id=tokenizer.pad_token_id, shared=False)
+        self._engine = LocalEngine(EngineContext(model=model, pad_token_id=tokenizer.pad_token_id, shared=False))
         self._stop_ids = frozenset({tokenizer.eos_token_id})
         self._response_length = response_length
 

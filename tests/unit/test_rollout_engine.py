@@ -298,7 +298,7 @@ def test_two_event_loops_at_once_are_refused() -> None:
         ([1] * 250, 7, r"250 tokens and max_tokens = 7 make 257, and the model has 256 positions"),
         ([1, VOCABULARY], 1, r"token id 40 is outside the model's vocabulary of 40"),
         ([1, -1], 1, r"token id -1 is outside"),
-        ([1.5], 1, "not whole numbers"),
+        ([1.5], 1, "not integers"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_in_words(ids: list, max_tokens: int, words: str) -> None:

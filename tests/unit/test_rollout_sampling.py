@@ -11,23 +11,20 @@ from hypothesis import strategies as st
 from raggedright.errors import ConfigError
 from raggedright.rollout import sampling
 from raggedright.rollout.engine import EngineError, Sampling
-from raggedright.rollout.noise import as_key, key_words, uniforms
-from raggedright.rollout.sampling import RowSettings, choose, noise_key
+from raggedright.rollout.sampling import choose, noise_key, uniforms
 
-CPU = torch.device("cpu")
 TOP = 1 - 2.0**-53
 
 
 def _choose(logits: torch.Tensor, rows: list[Sampling], u: list[float] | np.ndarray) -> tuple[list[int], list[float]]:
-    return choose(logits, RowSettings.of(rows, CPU), np.asarray(u, dtype=np.float64))
+    return choose(logits, rows, np.asarray(u, dtype=np.float64))
 
 
-def _words(count: int) -> np.ndarray:
-    keys = (
+def _keys(count: int) -> list[bytes]:
+    return [
         noise_key(seed=3, round=1, prompt=f"p{number}", session=number % 8, attempt=0, trajectory=0)
         for number in range(count)
-    )
-    return key_words([as_key(key) for key in keys])
+    ]
 
 
 def _chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
@@ -41,8 +38,7 @@ def test_every_name_and_every_position_has_noise_of_its_own() -> None:
     keys = {noise_key(**each) for each in [names, *others]}
     assert len(keys) == 7
     assert noise_key(**names) == noise_key(**names)
-    words = key_words(sorted(keys) * 50)
-    assert len(np.unique(uniforms(words, np.repeat(np.arange(50), 7)))) == 350
+    assert len(np.unique(uniforms(sorted(keys) * 50, np.repeat(np.arange(50), 7)))) == 350
 
 
 def test_names_cannot_be_read_in_two_ways() -> None:
@@ -55,8 +51,7 @@ def test_names_cannot_be_read_in_two_ways() -> None:
 def test_noise_stays_the_same_from_version_to_version() -> None:
     key = noise_key(seed=0, round=1, prompt="p0", session=0, attempt=0, trajectory=0)
     assert key.hex() == "1777b6789a79ce31be1d99fc3b8ea339"
-    words = key_words([key] * 3)
-    assert uniforms(words, np.array([0, 1, 1_000_000])).tolist() == [
+    assert uniforms([key] * 3, np.array([0, 1, 1_000_000])).tolist() == [
         0.8295345304410539,
         0.22243932970240055,
         0.7718983446556381,
@@ -64,8 +59,8 @@ def test_noise_stays_the_same_from_version_to_version() -> None:
 
 
 def test_noise_is_uniform_and_unrelated_along_a_row_and_between_rows() -> None:
-    words = _words(400)
-    u = np.stack([uniforms(words, np.full(400, position)) for position in range(250)])
+    keys = _keys(400)
+    u = np.stack([uniforms(keys, np.full(400, position)) for position in range(250)])
     assert ((u >= 0) & (u < 1)).all()
     # 99 degrees of freedom: 0.001 of all samples are above 149.
     assert _chi_square(np.histogram(u, bins=100, range=(0, 1))[0], np.full(100, 0.01)) < 149
@@ -86,7 +81,7 @@ def test_noise_is_uniform_and_unrelated_along_a_row_and_between_rows() -> None:
 def test_frequencies_are_the_probabilities_and_log_probs_say_so(row: Sampling) -> None:
     count = 20_000
     logits = torch.from_numpy(np.random.default_rng(5).normal(0, 1.5, 16))
-    ids, log_probs = _choose(logits.expand(count, -1), [row] * count, uniforms(_words(count), np.full(count, 7)))
+    ids, log_probs = _choose(logits.expand(count, -1), [row] * count, uniforms(_keys(count), np.full(count, 7)))
     order = sorted(range(16), key=lambda i: -logits[i].item())[: row.top_k or 16]
     probs = torch.softmax(logits[order] / row.temperature, -1).numpy()
     kept = [i for i in range(len(order)) if probs[:i].sum() < row.top_p]

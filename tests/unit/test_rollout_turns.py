@@ -15,8 +15,8 @@ from vision_cases import requests_of as image_requests_of
 
 from raggedright.agents.session import Session, Task
 from raggedright.rollout.engine import Generation, Request, Sampling
+from raggedright.rollout.kv_cache import LEAST_KEPT_TOKENS, KeptRows, PastRow
 from raggedright.rollout.local_engine import LocalEngine
-from raggedright.rollout.turn_cache import LEAST_TOKENS, PastRow, TurnCache
 from raggedright.tensors.routing import find_routers
 from unit.agents.scripted import NoiseEngine, run, tasks_of
 
@@ -91,7 +91,7 @@ def test_turns_do_not_depend_on_the_company_of_a_trajectory(seed: int) -> None:
     for kept_bytes in (1 << 30, 40_000):  # the second holds a few rows
         engine = local_engine(model, max_batch_rows=4, kept_bytes=kept_bytes)
         same(talk_all(engine, 12, waits=random.Random(seed)), plain, 1e-12)
-        assert engine._turn_cache.num_bytes <= kept_bytes
+        assert engine._kept_rows.num_bytes <= kept_bytes
 
 
 def test_a_turn_reads_what_is_new() -> None:
@@ -138,7 +138,7 @@ def test_an_update_of_the_weights_forgets_all() -> None:
         for parameter in model.parameters():
             parameter.mul_(1.1)
     engine.update_weights((), version=1)
-    assert (len(engine._turn_cache), engine._turn_cache.num_bytes) == (0, 0)
+    assert (len(engine._kept_rows), engine._kept_rows.num_bytes) == (0, 0)
     same(talk_all(engine, 3), talk_all(local_engine(model, kept_bytes=0), 3), 1e-12)
 
 
@@ -154,7 +154,7 @@ def test_what_was_read_with_other_weights_is_not_kept() -> None:
         return await waiting
 
     assert asyncio.run(update_under_way()).weight_version == 1
-    assert len(engine._turn_cache) == 0
+    assert len(engine._kept_rows) == 0
 
 
 def test_experts_are_those_of_contexts_read_whole() -> None:
@@ -174,10 +174,10 @@ def test_rows_with_images_are_not_kept_and_share_passes_with_those_that_are() ->
     images = [request for request in image_requests_of(vision, 18) if request.media]
     engine, plain = local_engine(model), local_engine(model, kept_bytes=0)
     generate_all(engine, images)
-    assert len(engine._turn_cache) == 0
+    assert len(engine._kept_rows) == 0
     text = [n % 10 for n in range(50)]
     (first,) = generate_all(engine, [Request(text, Sampling(max_tokens=3), key(0))])
-    assert len(engine._turn_cache) == 1
+    assert len(engine._kept_rows) == 1
     mixed = [*images, Request([*text, *first.ids, 1, 2], Sampling(max_tokens=3), key(0))]
     for mine, theirs in zip(generate_all(engine, mixed), generate_all(plain, mixed), strict=True):
         assert mine.ids == theirs.ids
@@ -185,12 +185,12 @@ def test_rows_with_images_are_not_kept_and_share_passes_with_those_that_are() ->
 
 
 def past_of(num_tokens: int, first: int = 0) -> PastRow:
-    ids = np.arange(first, first + num_tokens).tobytes()
+    ids = np.arange(first, first + num_tokens)
     return PastRow(ids, [(torch.zeros(num_tokens, 1, 1), torch.zeros(num_tokens, 1, 1))], None)
 
 
 def test_rows_that_were_not_used_for_longest_go_first_when_there_is_no_room() -> None:
-    cache = TurnCache(3 * past_of(10).num_bytes)
+    cache = KeptRows(3 * past_of(10).num_bytes)
     for name in (b"a", b"b", b"c"):
         cache.put(name, past_of(10))
     row = cache.take(b"a", past_of(11).ids)
@@ -208,15 +208,15 @@ def test_rows_that_were_not_used_for_longest_go_first_when_there_is_no_room() ->
 def test_what_is_kept_holds_no_more_memory_than_is_counted() -> None:
     engine = local_engine(model_of("qwen3"), kept_bytes=1 << 17)
     talk_all(engine, 30, turns=2)
-    kept = engine._turn_cache
+    kept = engine._kept_rows
     parts = [part for row in kept._rows.values() for layer in row.layers for part in layer]
     assert len(kept) > 1
     assert sum(part.untyped_storage().nbytes() for part in parts) <= kept.num_bytes <= 1 << 17
 
 
 def test_short_rows_are_not_kept_nor_any_without_bytes() -> None:
-    assert [TurnCache(1 << 20).wants(LEAST_TOKENS - 1), TurnCache(1 << 20).wants(LEAST_TOKENS)] == [False, True]
-    assert not TurnCache(0).wants(10_000)
+    assert [KeptRows(1 << 20).wants(LEAST_KEPT_TOKENS - 1), KeptRows(1 << 20).wants(LEAST_KEPT_TOKENS)] == [False, True]
+    assert not KeptRows(0).wants(10_000)
 
 
 def test_the_engine_forgets_a_session_that_has_ended() -> None:
@@ -233,6 +233,6 @@ def test_the_engine_forgets_a_session_that_has_ended() -> None:
     assert sorted(engine.forgotten) == sorted({request.noise for request in engine.requests})
     assert len(engine.forgotten) == 4
     local = local_engine(model_of("qwen3"))
-    local._turn_cache.put(key(0), past_of(40))
+    local._kept_rows.put(key(0), past_of(40))
     local.forget(key(0))
-    assert len(local._turn_cache) == 0
+    assert len(local._kept_rows) == 0

@@ -1,11 +1,11 @@
-"""What an engine promises, whichever it is: token ids in; ids, their log-probs and the weights' version out.
+"""What an engine promises, whichever one it is: token ids in; ids, their log-probs and the weight version out.
 
-Nothing is re-tokenised: what comes out is what was sampled. A log-prob is that of the distribution that its token was
-drawn from (after temperature, top-k and top-p); a greedy token's is under the plain softmax, because the distribution
-it comes from is certain of it. A request is answered, or its `generate` raises: it never waits for ever.
+Nothing is re-tokenised: the ids are those that were sampled. A log-prob is that of the distribution from which its
+token was drawn (after temperature, top-k and top-p); the log-prob of a greedy token is that of the plain softmax. Every
+request is answered, or its `generate` raises: none waits forever.
 
-The surprise: a request brings its own randomness. The token at position t of a row is decided by the row's logits and
-by a number that depends on (noise, t) alone, so that it does not matter which batch a request lands in.
+A request brings its own randomness. The token at position t of a row depends on the row's logits and on a number that
+depends on (noise, t) only, so it does not matter in which batch a request runs.
 """
 
 import math
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 
 LEAST_TEMPERATURE = 1e-4
-"""Of tokens that are trained: logits divided by much less are beyond what float32 holds."""
+"""For tokens that are trained: logits divided by much less exceed the range of float32."""
 
 
 class EngineError(RaggedRightError):
@@ -36,7 +36,7 @@ class EngineError(RaggedRightError):
 class Sampling:
     """How tokens are drawn and when to stop; temperature 0 is greedy, top_k 0 and top_p 1 cut nothing.
 
-    A generated token among `stop_ids` ends the generation and is part of it; so does text that contains one of
+    A generated token among `stop_ids` ends the generation and is part of it; so does a token that completes one of
     `stop_texts`, for which the engine needs a tokenizer.
     """
 
@@ -61,9 +61,9 @@ class Sampling:
 
 
 class Request(NamedTuple):
-    """The whole context so far, how to go on, and the name of the trajectory (`sampling.noise_key`).
+    """The whole context so far, how to continue it, and the key of the trajectory's noise (`sampling.noise_key`).
 
-    `media` is what the processor made of the context's images: pixel_values and image_grid_thw, one after another.
+    `media` is the processor's output for the images of the context: pixel_values and image_grid_thw of all of them.
     """
 
     ids: Sequence[int]
@@ -75,8 +75,8 @@ class Request(NamedTuple):
 class Generation(NamedTuple):
     """The tokens of one request, and the version of the weights that chose the last of them.
 
-    `routed_experts` [positions, layers, topk] are the experts of the context and of all new tokens but the last, which
-    was never fed to the model; None where the engine records none.
+    `routed_experts` [positions, layers, topk] are the experts of the context and of all new tokens except the last,
+    which was never fed to the model; None where the engine does not record them.
     """
 
     ids: list[int]
@@ -116,19 +116,19 @@ class Engine(Protocol):
     """Generates tokens for any number of requests at once."""
 
     async def generate(self, request: Request) -> Generation:
-        """The continuation of a context; requests under way at the same time share batches."""
+        """Continue a context; requests that are under way at the same time share batches."""
         ...
 
     def update_weights(self, weights: "Iterable[tuple[str, Tensor]]", *, version: int) -> None:
-        """Generate with these weights from now on, and say so by `version`."""
+        """Generate with these weights from now on, and report `version`."""
         ...
 
     def forget(self, noise: bytes) -> None:
-        """The trajectory of this name will ask for nothing more: what is kept for its next generation can go."""
+        """Release what is kept of the trajectory with this noise: it will not generate again."""
         ...
 
     def abort(self) -> None:
-        """Every generation under way returns at once, with what it has and finish_reason "abort"."""
+        """Make every generation under way return at once, with the tokens it has and finish_reason "abort"."""
         ...
 
     def close(self) -> None:
@@ -137,5 +137,5 @@ class Engine(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """The most tokens that a context, with what is generated, may have."""
+        """The most tokens that a context together with its generated tokens may have."""
         ...

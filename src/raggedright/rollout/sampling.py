@@ -1,129 +1,114 @@
-"""Choosing one token per row of a batch of logits, and the log-prob it was chosen with.
+"""Choosing tokens: the keyed noise of a trajectory, one token per row of a batch of logits, and texts to stop at.
 
 A row's choice depends on its own logits, settings and uniform number: probabilities in float64 (after temperature,
-then top-k, then top-p among what is left), and the first token, in the order of the vocabulary, whose cumulated
-probability exceeds the uniform. Invariants: a token of probability zero is never chosen, whatever the rounding;
-logits without a finite maximum (NaN, +inf, nothing but -inf) are an error, never a token.
+then top-k, then top-p among the rest), and the first token, in the order of the vocabulary, whose cumulated probability
+exceeds the uniform number. Invariants: a token with probability zero is never chosen, whatever the rounding; logits
+without a finite maximum (NaN, +inf, or all -inf) are an error, never a token. A greedy row (temperature 0) ignores
+top-k and top-p, and its log-prob is that of the plain softmax.
 
-The surprise: a greedy row (temperature 0) ignores top-k and top-p, and its log-prob is that of the plain softmax.
+The randomness is named, not drawn: the uniform number is a hash of the trajectory's names and of the position, so the
+same names give the same numbers on every machine, in any order and in any batch.
 """
 
+import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raggedright.rollout.engine import EngineError, Sampling
-from raggedright.rollout.noise import noise_key, uniforms
+from raggedright.rollout.engine import Decoder, EngineError, Sampling
 
-__all__ = ["Cuts", "RowSettings", "choose", "noise_key", "uniforms"]
+KEY_BYTES = 16
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S11 = (np.uint64(bits) for bits in (27, 30, 31, 11))
 
-# Probabilities that are held in float64 at once: 128 MiB, whatever the vocabulary.
+# The most probabilities that are in memory in float64 at once: 128 MiB, whatever the size of the vocabulary.
 _CHUNK = 1 << 24
 
 
-class Cuts(NamedTuple):
-    """The rows that top-k or top-p cuts, and by how much; `top_k` is the vocabulary's size where it cuts nothing."""
-
-    rows: Tensor
-    top_k: Tensor
-    top_p: Tensor
-
-
-class RowSettings(NamedTuple):
-    """The settings of a batch's rows, made once for as long as the rows stay together."""
-
-    temperature: Tensor | float
-    greedy: Tensor | None
-    cuts: Cuts | None
-
-    @classmethod
-    def of(cls, rows: Sequence[Sampling], device: torch.device) -> "RowSettings":
-        """Settings of rows on a device; what all rows leave alone costs nothing later."""
-        first = rows[0]
-        if first.temperature > 0 and not first.top_k and first.top_p == 1 and all(row is first for row in rows):
-            return cls(first.temperature, None, None)
-        plain = [row.temperature or 1.0 for row in rows]
-        temperature = (
-            plain[0]
-            if plain.count(plain[0]) == len(plain)
-            else torch.tensor(plain, dtype=torch.float64, device=device)[:, None]
-        )
-        zero = [row.temperature == 0 for row in rows]
-        cut = [i for i, row in enumerate(rows) if row.temperature > 0 and (row.top_k or row.top_p < 1)]
-        cuts = None
-        if cut:
-            cuts = Cuts(
-                torch.tensor(cut, device=device),
-                torch.tensor([rows[i].top_k or torch.iinfo(torch.long).max for i in cut], device=device)[:, None],
-                torch.tensor([rows[i].top_p for i in cut], dtype=torch.float64, device=device)[:, None],
-            )
-        return cls(temperature, torch.tensor(zero, device=device) if any(zero) else None, cuts)
-
-    def part(self, start: int, stop: int) -> "RowSettings":
-        """The settings of a range of rows."""
-        temperature = self.temperature[start:stop] if isinstance(self.temperature, Tensor) else self.temperature
-        cuts = None
-        if self.cuts is not None:
-            inside = (self.cuts.rows >= start) & (self.cuts.rows < stop)
-            if bool(inside.any()):
-                cuts = Cuts(self.cuts.rows[inside] - start, self.cuts.top_k[inside], self.cuts.top_p[inside])
-        return RowSettings(temperature, None if self.greedy is None else self.greedy[start:stop], cuts)
+def noise_key(*, seed: int, round: int, prompt: str, session: int, attempt: int, trajectory: int) -> bytes:
+    """The 16 bytes that name a trajectory's randomness."""
+    # The prompt comes last, after numbers that contain no separator, so no two lists of names give the same bytes.
+    names = b"%d/%d/%d/%d/%d/%b" % (seed, round, session, attempt, trajectory, prompt.encode("utf-8", "surrogatepass"))
+    return hashlib.blake2b(names, digest_size=KEY_BYTES).digest()
 
 
-def choose(logits: Tensor, settings: RowSettings, noise: NDArray[np.float64]) -> tuple[list[int], list[float]]:
-    """A token id and its log-prob for each row of `logits` [B, V], by the rows' uniforms [B]."""
+def as_key(noise: bytes) -> bytes:
+    """A key as it is; names of any other length are hashed to one."""
+    return noise if len(noise) == KEY_BYTES else hashlib.blake2b(noise, digest_size=KEY_BYTES).digest()
+
+
+def uniforms(keys: Sequence[bytes], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per row, from the row's key and its position [N]; a 64-bit mixer (that of splitmix64)."""
+    words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 2)
+    mixed = _mix(words[:, 0] + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
+    return (_mix(mixed ^ words[:, 1]) >> _S11).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> _S30)) * _MIX_1
+    x = (x ^ (x >> _S27)) * _MIX_2
+    return x ^ (x >> _S31)
+
+
+def choose(logits: Tensor, rows: Sequence[Sampling], noise: NDArray[np.float64]) -> tuple[list[int], list[float]]:
+    """A token id and its log-prob for each row of `logits` [B, V], by the settings and uniform numbers of the rows."""
     if logits.device.type == "mps":  # it has no float64
         logits = logits.cpu()
-    u = torch.from_numpy(noise).to(logits.device)
+    uniform = torch.from_numpy(noise).to(logits.device)
     size = max(1, _CHUNK // logits.shape[1])
-    if len(logits) <= size:
-        return _choose(logits, settings, u)
     ids: list[int] = []
     log_probs: list[float] = []
     for start in range(0, len(logits), size):
-        stop = min(start + size, len(logits))
-        part = _choose(logits[start:stop], settings.part(start, stop), u[start:stop])
-        ids += part[0]
-        log_probs += part[1]
+        part = slice(start, start + size)
+        chosen, chosen_log_probs = _choose(logits[part], rows[part], uniform[part])
+        ids += chosen
+        log_probs += chosen_log_probs
     return ids, log_probs
 
 
-def _choose(logits: Tensor, settings: RowSettings, u: Tensor) -> tuple[list[int], list[float]]:
-    best, arg_best = logits.max(-1, keepdim=True)
+def _choose(logits: Tensor, rows: Sequence[Sampling], uniform: Tensor) -> tuple[list[int], list[float]]:
+    device = logits.device
+    best, best_ids = logits.max(-1, keepdim=True)
+    greedy = torch.tensor([[row.temperature == 0] for row in rows], device=device)
     scores = logits.to(torch.float64) - best
-    if isinstance(settings.temperature, Tensor) or settings.temperature != 1.0:
-        scores /= settings.temperature
-    if settings.cuts is not None:
-        scores = _cut(scores, settings.cuts)
+    scores /= torch.tensor([[row.temperature or 1.0] for row in rows], dtype=torch.float64, device=device)
+    scores = _cut(scores, rows)
     weights = torch.exp(scores)
     cumulated = weights.cumsum(-1)
     total = cumulated[:, -1:]
-    chosen = torch.searchsorted(cumulated, u[:, None] * total, right=True).clamp_(max=logits.shape[1] - 1)
+    chosen = torch.searchsorted(cumulated, uniform[:, None] * total, right=True).clamp_(max=logits.shape[1] - 1)
     if not bool((weights.gather(-1, chosen) > 0).all()):
         _refuse_bad(logits, best)
         chosen = _with_weight(chosen, weights)
-    if settings.greedy is not None:
-        chosen = torch.where(settings.greedy[:, None], arg_best, chosen)
+    chosen = torch.where(greedy, best_ids, chosen)
     log_probs = scores.gather(-1, chosen) - total.log()
     return chosen[:, 0].tolist(), log_probs[:, 0].tolist()
 
 
-def _cut(scores: Tensor, cuts: Cuts) -> Tensor:
+def _cut(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
     """Scores with -inf at what top-k and top-p leave out; the best token always stays. Ties go to the lower id."""
-    part = scores[cuts.rows]
+    cut = [i for i, row in enumerate(rows) if row.temperature > 0 and (row.top_k or row.top_p < 1)]
+    if not cut:
+        return scores
+    device, size = scores.device, scores.shape[1]
+    index = torch.tensor(cut, device=device)
+    top_k = torch.tensor([[rows[i].top_k or size] for i in cut], device=device)
+    top_p = torch.tensor([[rows[i].top_p] for i in cut], dtype=torch.float64, device=device)
+    part = scores[index]
     ordered, order = part.sort(dim=-1, descending=True, stable=True)
-    beyond = torch.arange(part.shape[1], device=part.device) >= cuts.top_k
+    beyond = torch.arange(size, device=device) >= top_k
     weights = torch.exp(ordered).masked_fill(beyond, 0.0)
     cumulated = weights.cumsum(-1)
     before = cumulated - weights
-    out = beyond | (before >= cuts.top_p * cumulated[:, -1:]) & (cuts.top_p < 1)
-    out[:, 0] = False
-    dropped = torch.zeros_like(out).scatter(-1, order, out)
-    return scores.index_copy(0, cuts.rows, part.masked_fill(dropped, -torch.inf))
+    dropped = beyond | (before >= top_p * cumulated[:, -1:]) & (top_p < 1)
+    dropped[:, 0] = False
+    dropped = torch.zeros_like(dropped).scatter(-1, order, dropped)
+    return scores.index_copy(0, index, part.masked_fill(dropped, -torch.inf))
 
 
 def _with_weight(chosen: Tensor, weights: Tensor) -> Tensor:
@@ -139,10 +124,29 @@ def _refuse_bad(logits: Tensor, best: Tensor) -> None:
     if bool(finite.all()):
         return
     row = int((~finite[:, 0]).to(torch.int8).argmax())
-    bad = int((~torch.isfinite(logits[row])).sum())
-    count = int((~finite).sum())
+    num_bad = int((~torch.isfinite(logits[row])).sum())
+    num_rows = int((~finite).sum())
     raise EngineError(
-        f"{count:,} of {len(logits):,} rows have logits that are no numbers to sample from (NaN, +inf, or all -inf; "
-        f"{bad:,} of {logits.shape[1]:,} in the first such row); the weights have diverged: lower the learning rate, "
-        "or clip gradients"
+        f"{num_rows:,} of {len(logits):,} rows have logits that cannot be sampled from (NaN, +inf, or all -inf; "
+        f"{num_bad:,} of {logits.shape[1]:,} in the first such row); the weights have diverged: lower the learning "
+        "rate, or clip gradients"
     )
+
+
+class TextStops:
+    """The texts that one request stops at.
+
+    Only the end of the generation is decoded, as many tokens as the longest text can span: a text that was there
+    before has already stopped it. The end of the prompt does not count.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Decoder) -> None:
+        self._texts = texts
+        self._tokenizer = tokenizer
+        # A token is one byte of text or more, except for a few (parts of a character, marks without text).
+        self._window = 2 * max(len(text.encode()) for text in texts) + 8
+
+    def reached(self, ids: list[int]) -> bool:
+        """Whether the last token completed one of the texts."""
+        decoded = self._tokenizer.decode(ids[-self._window :])
+        return any(text in decoded for text in self._texts)

@@ -1,8 +1,8 @@
-"""A single-turn chat for real models: the task's messages in, one reply out, a reward from a function of yours.
+"""A single-turn chat for real models: the task's messages in, one reply out, a reward from your function.
 
 A task has "messages" (a list of role and content) or "prompt" (the user's text, or such a list). The reward function
-is named in the options as "module:function" and gets (task, text of the reply); it returns a number, or an awaitable
-of one. In a config:
+is named in the options as "module:function" and takes (task, text of the reply); it returns a number, or an
+awaitable of one. In a config:
 
     agent.name = "chat"
     agent.options = { reward = "my_rewards:exact", system = "Answer with a number.", max_tokens = 64 }
@@ -15,9 +15,10 @@ from inspect import isawaitable
 from types import MappingProxyType
 from typing import cast
 
-from raggedright.agents.named import find_named
-from raggedright.agents.session import Message, Session, Task
+from raggedright.agents.agent_session import Session, Task
+from raggedright.agents.tokens import Message
 from raggedright.errors import ConfigError
+from raggedright.plugins import find_attribute
 
 Reward = Callable[[Task, str], float | Awaitable[float]]
 
@@ -33,10 +34,10 @@ class Chat:
         max_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        found = find_named(reward, key="agent.options.reward")
-        if not callable(found):
+        function = find_attribute(reward, key="agent.options.reward")
+        if not callable(function):
             raise ConfigError(f"agent.options.reward is {reward!r}, which cannot be called; name a function")
-        self._reward = cast(Reward, found)
+        self._reward = cast(Reward, function)
         self._system, self._max_tokens, self._template = system, max_tokens, chat_template_kwargs
 
     async def __call__(self, task: Task, session: Session) -> float:
@@ -47,8 +48,8 @@ class Chat:
         return await reward if isawaitable(reward) else reward
 
     def _messages(self, task: Task) -> list[Message]:
-        given = task.data.get("messages", task.data.get("prompt"))
-        if not given or not isinstance(given, Sequence):
+        prompt = task.data.get("messages", task.data.get("prompt"))
+        if not prompt or not isinstance(prompt, Sequence):
             raise ValueError(f"task {task.uid} has no messages and no prompt; its fields are {', '.join(task.data)}")
-        messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         return [{"role": "system", "content": self._system}, *messages] if self._system else messages

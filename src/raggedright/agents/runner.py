@@ -1,39 +1,56 @@
-"""Runs a round's sessions to their end and puts each into the store: finished with its rows, or failed with a cause.
+"""Runs the sessions of a round and records each in the store: finished with its trajectories, or failed with a cause.
 
-An agent can fail its own session only. Whatever it raises, returns or leaves undone becomes the cause of that session's
-failure; the other sessions record the same bits as without it. Three errors are not an agent's and end the run: the
-store's, the engine's, and the user's Ctrl-C. A failed session runs again under the next attempt, as often as the
-settings say; what its failure means for its group is the trainer's business.
+An agent can fail its own session only. What it raises, returns or leaves undone becomes the cause of that session's
+failure; the other sessions record the same bits as without it. Three errors are not an agent's and end the run: those
+of the store, of the engine, and Ctrl-C. A failed session runs again under the next attempt number, up to
+`settings.attempts` times; what a failure means for its group is decided by the trainer.
 
-All sessions share one event loop in the calling thread; puts happen in that loop, in one place (`recorder`).
+All sessions share one event loop in the calling thread. An agent's code runs in a context that names it, and so does
+every task that it starts (see `guard`); the code of the runner and of the engine runs in a context that names none. The
+end of a session cancels the tasks that its agent started, and no others.
 
-The surprise: a time-out does not wait for the agent. It is cancelled and gets a short grace; one that swallows the
-cancellation is left behind, its session closed, and never runs again once the round is over.
+A time-out does not wait for the agent. The agent is cancelled and gets a short grace period; one that swallows the
+cancellation is left behind, its session closed, and never runs again after the round.
 """
 
 import asyncio
-from collections.abc import Sequence
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from inspect import isawaitable
+from threading import get_ident
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.recorder import OnDone, SessionRecorder
-from raggedright.agents.round import RoundRun
-from raggedright.agents.session import Agent, Session, Task
-from raggedright.agents.settings import RolloutSettings
+from raggedright.agents.agent_session import Agent, RolloutSettings, Session, Task
+from raggedright.agents.guard import AgentRun, AgentTask, GuardedLoop, Watchdog, cause_of, no_agent, one_line
+from raggedright.agents.trajectory import finite
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
-from raggedright.rollout.engine import Engine
-from raggedright.sessions import SessionKey, SessionTable
+from raggedright.rollout.engine import Engine, EngineError, Generation, Request
+from raggedright.sessions import Session as RecordedSession
+from raggedright.sessions import SessionError, SessionKey, SessionTable, check_session
 from raggedright.store.protocol import Store
 
-__all__ = ["RolloutSettings", "Runner"]
+CANCELLED = "cancelled"
+FLUSH_SECONDS = 0.5
+MAX_GRACE_SECONDS = 1.0  # between cancelling an agent and leaving it behind
+MIN_TIMER_SECONDS = 1e-3
+
+OnDone = Callable[[int], None]
+"""Is called with the number of sessions whose last attempt was just recorded."""
+
+_log = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs an agent on tasks, with an engine; `run` can be called again and again. `vision` is for images."""
+    """Runs an agent on tasks, with an engine; `run` can be called any number of times. `vision` is for images."""
 
     def __init__(
         self,
@@ -46,7 +63,7 @@ class Runner:
     ) -> None:
         self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
         self._vision = vision
-        self._round: RoundRun | None = None
+        self._current: _RoundRun | None = None
 
     def run(
         self,
@@ -58,31 +75,37 @@ class Runner:
         resume: bool = False,
         on_done: OnDone | None = None,
     ) -> SessionTable:
-        """Run all of these (task, session number) pairs until each is finished or failed in the store; their table.
+        """Run these (task, session number) pairs until each is finished or failed in the store; return their table.
 
-        With `resume`, those that the store has as finished, or as failed for good, are left as they are.
+        With `resume`, those that the store has as finished, or as failed in their last attempt, are not run again.
         `on_done` gets the number of sessions whose last attempt was just recorded. In the main thread an agent that
-        blocks the loop is interrupted when its time is over; in other threads it is not (see `watchdog`).
+        blocks the loop is interrupted when its time is over; in other threads it is not (see `guard`).
         """
-        _refuse_running_loop()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RaggedRightError("Runner.run drives an event loop of its own; call it outside of async code")
         settings = self._settings
         if greedy:
             settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
-        pairs = {(task.uid, number): (task, number) for task, number in sessions}
-        if len(pairs) < len(sessions):
-            twice = next(pair for pair in pairs if sum((t.uid, n) == pair for t, n in sessions) > 1)
-            raise RaggedRightError(
-                f"round {round}: session {twice[0]}/{twice[1]} is given twice; number them 0, 1, ..."
-            )
+        tasks: dict[tuple[str, int], Task] = {}
+        for task, number in sessions:
+            if (task.uid, number) in tasks:
+                raise RaggedRightError(
+                    f"round {round}: session {task.uid}/{number} is given twice; number them 0, 1, ..."
+                )
+            tasks[task.uid, number] = task
         table = store.sessions(round)
-        next_attempt, reused = dict.fromkeys(pairs, 0), []
-        for i, pair in enumerate(zip(table.prompt.tolist(), table.session.tolist(), strict=True)):
-            if pair in pairs:
-                next_attempt[pair] = int(table.attempt[i]) + 1
-                if resume and (not table.failed[i] or next_attempt[pair] >= settings.attempts):
-                    del next_attempt[pair], pairs[pair]
+        next_attempt, reused = dict.fromkeys(tasks, 0), []
+        for i, name in enumerate(zip(table.prompt.tolist(), table.session.tolist(), strict=True)):
+            if name in tasks:
+                next_attempt[name] = int(table.attempt[i]) + 1
+                if resume and (not table.failed[i] or next_attempt[name] >= settings.attempts):
+                    del next_attempt[name]
                     reused.append(i)
-        keys = [SessionKey(round, *pair, attempt) for pair, attempt in next_attempt.items()]
+        keys = [SessionKey(round, *name, attempt) for name, attempt in next_attempt.items()]
         recorder = SessionRecorder(store, round, keys, on_done)
         new_session = partial(
             Session,
@@ -91,26 +114,337 @@ class Runner:
             context_tokens=self._engine.context_tokens,
             vision=self._vision,
         )
-        self._round = RoundRun(self._agent, self._engine, settings, recorder, new_session)
+        self._current = _RoundRun(self._agent, self._engine, settings, recorder, new_session)
         try:
-            self._round.run([(task, key) for (task, _), key in zip(pairs.values(), keys, strict=True)])
+            self._current.run([(tasks[key.prompt, key.session], key) for key in keys])
         finally:
-            self._round = None
+            self._current = None
         return SessionTable.join([table.take(np.array(reused, dtype=np.int64)), *recorder.final])
 
     def cancel(self, *, record: bool = True) -> None:
         """End the run that is under way, if any: sessions that have not ended become failed (cancelled).
 
-        Without `record` the store hears nothing of them, so that they can be run later as if they never had been.
-        From a signal handler or from another thread; `run` returns soon after.
+        Without `record` nothing of them is stored, so that they can be run later as if they had never been started.
+        Call it from a signal handler or from another thread; `run` returns soon after.
         """
-        if (current := self._round) is not None:
+        if (current := self._current) is not None:
             current.cancel(record=record)
 
 
-def _refuse_running_loop() -> None:
+class SessionRecorder:
+    """Records the attempts that have ended in the store; the only place where that is done.
+
+    Sessions that end within FLUSH_SECONDS of each other are appended together, because a write to disk takes as long as
+    a hundred short rows. What a crash loses in that time runs again. `open` has the current attempt of each session
+    that is not final, `final` the tables of those that are.
+    """
+
+    def __init__(self, store: Store, round: int, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
+        self._store, self._round, self._on_done = store, round, on_done
+        self.open = {(key.prompt, key.session): key for key in keys}
+        self.final: list[SessionTable] = []
+        self._ended: list[tuple[RecordedSession, bool]] = []  # and whether it is the session's last attempt
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        session: RecordedSession,
+        *,
+        is_last: bool,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Record an attempt soon; `on_error` is called if that fails."""
+
+        def flush() -> None:
+            try:
+                self.flush()
+            except Exception as error:
+                on_error(error)
+
+        self._ended.append((session, is_last))
+        if self._timer is None:
+            self._timer = loop.call_later(FLUSH_SECONDS, flush)
+
+    def flush(self) -> None:
+        """Record all attempts that have ended."""
+        ended, self._ended = self._ended, []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._store.append([session for session, _ in ended])
+        final = [session for session, is_last in ended if is_last]
+        self.final.append(SessionTable.of(self._round, final))
+        for session, is_last in ended:
+            key = session.key
+            self.open[key.prompt, key.session] = key._replace(attempt=key.attempt + 1)
+            if is_last:
+                del self.open[key.prompt, key.session]
+        if self._on_done is not None and final:
+            self._on_done(len(final))
+
+    def flush_cancelled(self, *, record: bool) -> None:
+        """Record attempts that have ended, and with `record` all open sessions as failed."""
+        self.flush()
+        self._ended = [(RecordedSession(key=key, cause=CANCELLED), True) for key in self.open.values() if record]
+        self.flush()
+
+
+class _Attempt(AgentRun):
+    """An agent under way, and what it runs on; its key is a copy, because an agent may do anything to its session."""
+
+    def __init__(self, loop: GuardedLoop, timeout: float, task: Task, key: SessionKey, last: int) -> None:
+        super().__init__(loop, timeout)
+        self.task, self.key, self.last = task, key, last  # `last` is the number of the session's last attempt
+        self.session: Session
+        self.running: AgentTask
+
+    def end(self, why: str) -> None:
+        """Close the session and cancel the tasks that the agent still has."""
+        if not self.ended:
+            self.session.end(why)
+            self.ended = True
+            self.cancel_tasks()
+
+
+class _RoundRun:
+    """One run of a round's sessions: its event loop, the agents under way, and how all of it ends.
+
+    An attempt is one task, the agent's. Its end, or the end of its time, is recorded and starts what comes next, so
+    that up to `concurrency` sessions run at once. When the run has to end, nothing more is recorded or started.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        engine: Engine,
+        settings: RolloutSettings,
+        recorder: SessionRecorder,
+        new_session: Callable[..., Session],
+    ) -> None:
+        self._agent, self._engine, self._settings = agent, engine, settings
+        self._recorder, self._new_session = recorder, new_session
+        self._grace = min(MAX_GRACE_SECONDS, settings.timeout)
+        self._late = f"timed out after {settings.timeout:g} s"
+        self._active: list[_Attempt] = []  # including those in their grace period
+        self._waiting: Iterator[tuple[Task, SessionKey]] = iter(())
+        self._num_open = 0  # sessions that are not final
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: BaseException | None = None
+        self._records_cancelled = True
+        self._loop = GuardedLoop()
+        self._loop.set_exception_handler(lambda _loop, context: _log.debug("in an agent's task: %s", context))
+        self._all_final = self._loop.create_future()
+        self._main: asyncio.Task[None] | None = None
+        self._thread = get_ident()
+
+    def run(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
+        """Run them all; afterwards none of their code runs."""
+        with Watchdog(self._loop, self._settings.timeout).watching(), _torch_settings_restored():
+            try:
+                self._main = self._loop.create_task(self._run_all(sessions))
+                self._drive(self._main)
+            except asyncio.CancelledError:
+                if self._error is not None:
+                    with suppress(RaggedRightError):  # the first error says more
+                        self._recorder.flush()
+                    raise self._error from None
+                if not self._loop.stopped:
+                    raise RaggedRightError(
+                        "an agent cancelled tasks that it did not start (asyncio.all_tasks returns all tasks); "
+                        "cancel only its own tasks"
+                    ) from None
+                self._recorder.flush_cancelled(record=self._records_cancelled)
+            except KeyboardInterrupt:
+                self._end_all()
+                with suppress(RaggedRightError):  # it may have come in the middle of a write to the store
+                    self._recorder.flush_cancelled(record=True)
+                raise
+            finally:
+                self._close()
+
+    def cancel(self, *, record: bool) -> None:
+        """End the run, from any thread or signal handler."""
+        self._records_cancelled = record
+        self._loop.stopped = True
+        with suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._end_all()
+        assert self._main is not None
+        with no_agent():
+            self._main.cancel()
+
+    async def _run_all(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
+        self._waiting, self._num_open = iter(sessions), len(sessions)
+        for _ in range(min(self._settings.concurrency, len(sessions))):
+            self._start_next()
+        if sessions:
+            await self._all_final
+        self._recorder.flush()
+
+    def _start_next(self) -> None:
+        """Start a session that waits, if there is one."""
+        for task, key in self._waiting:
+            self._start(task, key, last=key.attempt + self._settings.attempts - 1)
+            return
+
+    def _start(self, task: Task, key: SessionKey, *, last: int) -> None:
+        """Start the agent on a task; `_on_done` or `_check_time` notices its end."""
+        attempt = _Attempt(self._loop, self._settings.timeout, task, key, last)
+        attempt.session = self._new_session(task, key, generate=self._generate)
+        attempt.running = self._loop.start(self._call(attempt.session), attempt)
+        attempt.running.add_done_callback(partial(self._on_done, attempt))
+        self._active.append(attempt)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._settings.timeout, self._check_time)
+
+    async def _call(self, session: Session) -> object:
+        # A copy, because the sessions of a prompt share a task, and an agent may change it.
+        session.task = Task(uid=session.task.uid, data=deepcopy(session.task.data))
+        awaitable = self._agent(session.task, session)
+        if not isawaitable(awaitable):
+            raise SessionError(f"the agent returned a {type(awaitable).__name__} at once; make it `async def`")
+        try:
+            return await awaitable
+        finally:
+            session.end("its agent has returned")
+
+    def _on_done(self, attempt: _Attempt, _task: AgentTask) -> None:
+        is_late = attempt.ended
+        if attempt in self._active:
+            attempt.end("its agent has returned")
+            self._finish(attempt, is_late=is_late)
+
+    def _check_time(self) -> None:
+        """One timer for all sessions: end those whose time is over, and check again when the next one's may be."""
+        seconds_left = {attempt: attempt.seconds_left for attempt in self._active if not attempt.ended}
+        for attempt, seconds in seconds_left.items():
+            if seconds <= 0 and not attempt.running.done():
+                attempt.end(self._late)
+                self._loop.call_later(self._grace, partial(self._finish, attempt, is_late=True))
+        later = [seconds for seconds in seconds_left.values() if seconds > 0]
+        self._timer = self._loop.call_later(max(min(later), MIN_TIMER_SECONDS), self._check_time) if later else None
+
+    def _finish(self, attempt: _Attempt, *, is_late: bool) -> None:
+        """Record an attempt that is over, once, and start what comes next; a late agent may be left behind."""
+        if attempt not in self._active or self._all_final.done():
+            return
+        self._active.remove(attempt)
+        key = attempt.key
+        try:
+            if is_late and not attempt.blocked_for:
+                result = RecordedSession(key=key, cause=f"{self._late}; make it faster, or raise rollout.timeout")
+            else:
+                result = _result_of(attempt)
+            attempt.session.release(self._engine.forget)
+            is_final = not result.cause or key.attempt == attempt.last
+            self._recorder.add(self._loop, result, is_last=is_final, on_error=self._fail)
+            if not is_final:
+                self._start(attempt.task, key._replace(attempt=key.attempt + 1), last=attempt.last)
+                return
+            self._start_next()
+            self._num_open -= 1
+            if not self._num_open:
+                self._all_final.set_result(None)
+        except BaseException as error:  # the loop would only log it, and the run would never end
+            self._fail(error)
+            raise
+
+    async def _generate(self, request: Request) -> Generation:
+        """Ask the engine, whose code and tasks belong to no agent; its errors end the run."""
+        if get_ident() != self._thread:
+            raise SessionError("generate was called in another thread than the agent's; await it in the agent itself")
+        try:
+            with no_agent():
+                generation = await self._engine.generate(request)
+            if len(generation.ids) != len(generation.log_probs):
+                counts = f"{len(generation.ids)} ids and {len(generation.log_probs)} log-probs"
+                raise EngineError(f"the engine answered with {counts}; each id has one")
+        except Exception as error:
+            self._fail(error)
+            raise
+        return generation
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run with an error that is not an agent's."""
+        self._error = self._error or error
+        self._stop()
+
+    def _end_all(self) -> None:
+        for attempt in [*self._active]:
+            attempt.end(CANCELLED if self._loop.stopped else "the run has ended")
+
+    def _drive(self, future: "asyncio.Task[object] | asyncio.Task[None]") -> None:
+        """Run the loop until the future is done, whatever agents do to the loop."""
+        while True:
+            try:
+                self._loop.run_until_complete(future)
+            except SystemExit as error:  # asyncio lets it through; if an agent raised it, it is its failure
+                if not any(_raised(task, error) for task in self._loop.agent_tasks):
+                    raise
+            except RuntimeError:
+                if future.done():
+                    raise
+                _log.debug("an agent stopped the event loop; starting it again")
+            else:
+                return
+
+    def _close(self) -> None:
+        self._all_final.cancel()
+        try:
+            self._end_all()
+            if tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
+                    task.cancel()
+                self._drive(self._loop.create_task(asyncio.wait(tasks, timeout=self._grace)))
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                # Never free a task that would not end: freeing it runs its code once more, even at the interpreter's
+                # exit, and an agent that swallows everything would then run forever, outside of any event loop.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+            self._loop.close()
+
+
+@contextmanager
+def _torch_settings_restored() -> Iterator[None]:
+    """Restore torch's settings after the rollout: an agent may change them for a model of its own."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RaggedRightError("Runner.run drives an event loop of its own; call it outside of async code")
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+
+
+def _result_of(attempt: _Attempt) -> RecordedSession:
+    """What the end of an agent means: a finished session needs a finite reward and one trajectory or more."""
+    running, session = attempt.running, attempt.session
+    failed = partial(RecordedSession, key=attempt.key)
+    error = running.exception() if running.done() and not running.cancelled() else asyncio.CancelledError()
+    if attempt.blocked_for and (error is None or isinstance(error, asyncio.CancelledError)):
+        return failed(cause=f"blocked the event loop for {attempt.blocked_for:.3g} s; use await")
+    if error is not None:
+        return failed(cause=cause_of(error, __file__))
+    value = running.result()
+    score = finite(value)
+    if score is None:
+        shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
+        return failed(cause=one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
+    if not session.num_trajectories:
+        return failed(
+            cause="returned without a trajectory; open one with session.trajectory(prompt) and generate in it"
+        )
+    try:
+        recorded = replace(session.record(score), key=attempt.key)  # an agent may do anything to its session's key
+        check_session(recorded)
+    except SessionError as invalid:
+        return failed(cause=one_line(f"SessionError: {invalid}"))
+    except Exception as error:  # an agent may have set anything
+        return failed(cause=cause_of(error, __file__))
+    return recorded
+
+
+def _raised(task: AgentTask, error: BaseException) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is error

@@ -1,15 +1,15 @@
-"""Counting red squares on tiles that are looked at one by one, with a note of one digit between them.
+"""The tiles tasks (count red squares) and their agent, which sees one tile at a time and keeps a note of one digit.
 
 A task is a row of coloured squares. A session cuts it into tiles of its own, of one to three squares each; most tiles
-are shown as an image and some are told in letters, so that image rows and rows of text alone mix. After each tile the
-agent writes its note, the red squares so far, and goes on in a fresh context that holds that note and the next tile:
+are shown as an image and some are written in letters, so that rows with images and rows of text mix. After each tile
+the agent writes its note, the red squares so far, and continues in a fresh context with that note and the next tile:
 
     -:<image>=      a first tile, and no note yet
     2:<image>=      two red squares so far, and the next tile
-    2:grr=          the same with a tile that is told
+    2:grr=          the same with a tile in letters
 
-A malformed note ends the session; the last one is the answer. Reward: 0.1 if every note is well-formed, and 0.9 if then
-the answer is exact.
+A malformed note ends the session; the last note is the answer. Reward: 0.1 if every note is well-formed, and 0.9 if the
+answer is also exact.
 """
 
 import random
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from raggedright.agents.digits import EXACT_REWARD, FORM_REWARD, REPLY_TOKENS, cut, digit_of
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 
 COLOURS: Mapping[str, tuple[int, int, int]] = {"r": (215, 45, 40), "g": (40, 170, 70), "b": (45, 75, 210)}
 SYMBOLS = "0123456789-:=" + "".join(COLOURS)
@@ -39,20 +39,20 @@ def tasks(index: int, seed: int) -> dict[str, object]:
 
 
 def paint(squares: Sequence[str], draw: random.Random) -> np.ndarray:
-    """A tile as an image [height, width, 3]: its squares side by side, no two of quite the same shade."""
+    """A tile as an image [height, width, 3]: its squares side by side, each in a slightly different shade."""
     shades = [[value + draw.randint(-NOISE, NOISE) for value in COLOURS[square]] for square in squares]
     strip = np.clip(np.array(shades), 0, 255).astype(np.uint8)
     return strip.repeat(SIDE, axis=0)[None].repeat(SIDE, axis=0)
 
 
 class Tiles:
-    """The agent; `told` is the share of tiles that are given in letters."""
+    """The agent; `told` is the share of tiles that are written in letters."""
 
     def __init__(self, *, told: float = 0.3) -> None:
         self._told = told
 
     async def __call__(self, task: Task, session: Session) -> float:
-        """One trajectory a tile, one after another."""
+        """One trajectory per tile, one after another."""
         squares = _squares_of(task)
         note: str | None = "-"
         num_shown = 0

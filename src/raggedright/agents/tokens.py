@@ -1,10 +1,9 @@
 """Text, token ids and chat messages as token ids, for a prompt and for what follows a reply.
 
 A chat's first context is its template with the generation prompt. What follows a reply is cut out of the template: the
-conversation is rendered with a marker in place of the reply, and what stands behind the marker is encoded. So the
-tokens that were generated stay as they are, whatever the template does to earlier turns.
-
-That text must not depend on the reply: it is rendered with the reply itself, too, and refused where the two differ.
+conversation is rendered with a marker in place of the reply, and the text after the marker is encoded. So the generated
+tokens stay as they are, whatever the template does to earlier turns. The text after the marker must not depend on the
+reply: the conversation is also rendered with the reply itself, and refused where the two differ.
 
 Note: the cut begins with the token that ends a turn. A model that has generated it already must not see it
 twice; one that was stopped by its length has not, and gets it as an observation.
@@ -12,33 +11,30 @@ twice; one that was stopped by its length has not, and gets it as an observation
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 from typing import Any
 
-from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.values import SessionError
+from raggedright.sessions import SessionError
 
 Message = Mapping[str, object]
 Tokens = str | Sequence[int] | Sequence[Message]
 
 Encode = Callable[[str], list[int]]
-"""A text to ids in another way than the tokenizer's own: with the images in it."""
+"""Encodes a text together with its images, instead of the tokenizer."""
 
-_SHORT = 8192  # characters of a text that is worth remembering
 _REPLY = "\ue000reply\ue000"  # characters for private use: no whitespace that a template would strip
-_OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt")  # of a template, which have a place of their own
+_OTHER_ARGUMENTS = ("messages", "tools", "add_generation_prompt")  # of a template, which are not settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A tokenizer's chat template with what a trajectory gives it for all of its turns.
+    """A tokenizer's chat template with the arguments for all turns of a trajectory.
 
-    `arguments` are the template's own keywords, such as enable_thinking. With `keeps_parts`, messages whose content is
-    a list of parts reach the template as they are; without, their texts are joined.
+    `arguments` are the template's settings, such as enable_thinking. With `keeps_parts`, messages whose content is a
+    list of parts reach the template as they are; otherwise their texts are joined.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,7 +51,7 @@ class ChatTemplate:
                 "use a template that does, or describe them in a message"
             )
         for name in self.arguments:
-            if name in _OWN_ARGUMENTS:
+            if name in _OTHER_ARGUMENTS:
                 raise SessionError(f"chat_template_kwargs has {name}, which is not a setting; leave it out")
             if name not in self._source:
                 raise SessionError(
@@ -102,7 +98,7 @@ class ChatTemplate:
         for part, text in zip(content, texts, strict=True):
             if not isinstance(text, str):
                 raise SessionError(
-                    f"message {number}: a part is {part!r:.60}; the model reads text alone, so its parts are "
+                    f"message {number}: a part is {part!r:.60}; the model takes text only, so its parts are "
                     "{'type': 'text', 'text': ...}"
                 )
         return "".join(map(str, texts))
@@ -121,7 +117,7 @@ class ChatTemplate:
 
 
 def is_chat(tokens: Tokens) -> bool:
-    """Whether these are messages, not text or ids."""
+    """Whether these are messages, and not text or ids."""
     return not isinstance(tokens, str) and len(tokens) > 0 and isinstance(tokens[0], Mapping)
 
 
@@ -129,18 +125,18 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Tokens,
     *,
-    most: int,
+    limit: int,
     with_images: Encode | None = None,
     template: ChatTemplate | None = None,
 ) -> list[int]:
     """Token ids of a prompt or an observation; messages, which need a template, come with the generation prompt.
 
-    Of a text with far more than `most` tokens, those of its beginning.
+    Of a text with far more than `limit` tokens, the ids of its beginning.
     """
     if template is not None:
         tokens = template.render(template.messages(tokens))
     if isinstance(tokens, str):
-        return with_images(tokens) if with_images else _ids(tokenizer, tokens, most)
+        return with_images(tokens) if with_images else _ids(tokenizer, tokens, limit)
     size = len(tokenizer)
     ids = []
     for i, token in enumerate(tokens):
@@ -161,7 +157,7 @@ def encode_turn(
     *,
     reply: str,
     last_id: int,
-    most: int,
+    limit: int,
     with_images: Encode | None = None,
 ) -> tuple[list[int], list[Message]]:
     """Ids that follow a reply to `history` when messages come, and these; `last_id` ends the context so far."""
@@ -171,65 +167,44 @@ def encode_turn(
     while marker in with_reply:
         marker += _REPLY
     with_marker = template.render([*history, {"role": "assistant", "content": marker}, *messages])
-    _, found, behind = with_marker.rpartition(marker)
-    if not found:
+    _, separator, after_reply = with_marker.rpartition(marker)
+    if not separator:
         raise SessionError("the chat template leaves out an assistant's reply; observe text or ids instead of messages")
-    if not with_reply.endswith(behind):
+    if not with_reply.endswith(after_reply):
         raise SessionError(
-            f"the chat template writes what follows a reply in another way after this one, {reply!r:.60}, so the "
+            f"the chat template writes what follows a reply differently after this one, {reply!r:.60}, so the "
             "tokens cannot be appended; observe text or ids instead of messages, or open a fresh trajectory"
         )
-    ids = with_images(behind) if with_images else _ids(template.tokenizer, behind, most)
+    ids = with_images(after_reply) if with_images else _ids(template.tokenizer, after_reply, limit)
     return (ids[1:] if ids[:1] == [last_id] else ids), messages
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of ids, without special tokens."""
-    if (backend := _backend(tokenizer)) is not None:
-        return backend.decode(list(ids), skip_special_tokens=True)
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> list[int]:
-    # No tokenizer can be interrupted, and an agent may observe a whole file: a million characters take seconds. So a
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> list[int]:
+    # A tokenizer cannot be interrupted, and an agent may observe a whole file: a million characters take seconds. So a
     # long text is encoded from its beginning until it is clear that there are too many tokens, wherever it is cut.
-    size = 16 * (most + 64)
+    size = 16 * (limit + 64)
     while size < len(text):
-        ids = _encode(tokenizer, text[:size])
-        if len(ids) > 2 * (most + 64):
+        ids = _encode_text(tokenizer, text[:size])
+        if len(ids) > 2 * (limit + 64):
             return ids
         size *= 2
-    return _encode(tokenizer, text)
+    return _encode_text(tokenizer, text)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if (backend := _backend(tokenizer)) is not None:
-        if len(text) <= _SHORT:
-            return [*_encode_short(backend, backend.get_vocab_size(), text)]
-        return _encode_known(backend, text)
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-@lru_cache(maxsize=4096)
-def _encode_short(backend: Tokenizer, _vocabulary: int, text: str) -> tuple[int, ...]:
-    """The ids of a text that may come again: sessions of a prompt begin alike. Added tokens change the vocabulary."""
-    return tuple(_encode_known(backend, text))
-
-
-def _encode_known(backend: Tokenizer, text: str) -> list[int]:
-    """The ids of a text; a vocabulary of whole symbols, as a made model has, must have all of them."""
-    ids, model = backend.encode(text, add_special_tokens=False).ids, backend.model
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text; a vocabulary of whole symbols, as in a made model, must have all of them."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = getattr(backend, "model", None)
     if isinstance(model, WordLevel) and backend.token_to_id(model.unk_token) in ids and model.unk_token not in text:
         unknown = "".join(dict.fromkeys(c for c in text if backend.token_to_id(c) is None))
         raise SessionError(
-            f"the tokenizer has no token for {unknown!r:.60}; a made model knows its model.symbols alone"
+            f"the tokenizer has no token for {unknown!r:.60}; a made model has only those of model.symbols"
         )
     return ids
-
-
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The tokenizer inside, where it says the same: transformers' own takes ten times as long for short texts."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    plain = isinstance(backend, Tokenizer) and backend.truncation is None and backend.padding is None
-    return backend if plain else None

@@ -1,18 +1,18 @@
 """One context of a session: a prompt, then every token that was generated or observed, in that order.
 
 Ids, log-probs and masks are recorded as they happen, and nothing is re-tokenised. Generated tokens carry loss; observed
-ones carry none, and their log-prob is 0. A trajectory that never generated is a row without loss tokens. Where a row
-has room left, a generation gets at most that room and ends with "length"; where it has none, it is an error.
+ones carry none, and their log-prob is 0. A trajectory that never generated is a row without loss tokens. A generation
+that fills the row ends with "length"; in a row that is full it is an error.
 
-A token's log-prob is trained at the temperature that it was sampled with. Where a generation has a temperature of its
-own, the row says so for every token; greedy tokens (temperature 0) were not sampled and carry no loss.
+A token's log-prob is trained at the temperature that it was sampled with. If a generation has another temperature than
+the run, the row records the temperature of every token; greedy tokens (temperature 0) carry no loss.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
@@ -20,26 +20,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.agents.tokens import ChatTemplate, Message, Tokens, decode, encode, encode_turn, is_chat
-from raggedright.agents.values import SessionError, finite
-from raggedright.agents.vision import Look, Picture, join_media, pictures_of
-from raggedright.rollout.engine import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling
+from raggedright.agents.vision import Look, Picture, pictures_of
+from raggedright.rollout.engine import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling, join_media
 from raggedright.rollout.sampling import noise_key
 from raggedright.sessions import Trajectory as RecordedTrajectory
-from raggedright.sessions import is_text
+from raggedright.sessions import SessionError, is_text
 from raggedright.tensors.forward import TEMPERATURES
 from raggedright.tensors.routing import fill_up
 
 if TYPE_CHECKING:
-    from raggedright.agents.session import Session
+    from raggedright.agents.agent_session import Session
 
 Generate = Callable[[Request], Awaitable[Generation]]
 
 
-@lru_cache(maxsize=1024)
-def _limited(sampling: Sampling, max_tokens: int, texts: tuple[str, ...], temperature: float) -> Sampling:
-    """The settings of one generation; a run has few that differ, and checking them costs as much as a small model."""
-    texts = (*sampling.stop_texts, *texts)
-    return replace(sampling, max_tokens=max_tokens, stop_texts=texts, temperature=temperature)
+def finite(value: object) -> float | None:
+    """A finite number as a float; None for anything else."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # a tensor of several values, a huge int, whatever an agent's own type raises
+        return None
+    return number if math.isfinite(number) else None
 
 
 class Reply(NamedTuple):
@@ -79,7 +82,7 @@ class Trajectory:
     ) -> None:
         self._session, self.number, self.role = session, number, role
         self.reward: float | None = None
-        self.noise = b""  # what the engine knows it by, once it has generated
+        self.noise = b""  # the key of its noise in the engine, once it has generated
         self._ids: list[int] = []
         self._media: list[Mapping[str, Tensor]] = []
         self._template = self._template_of(prompt, tools, chat_template_kwargs)
@@ -100,7 +103,7 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """What messages call it: prompt/session/trajectory."""
+        """Its name in messages: prompt/session/trajectory."""
         return f"{self._session.name}/{self.number}"
 
     @property
@@ -111,9 +114,9 @@ class Trajectory:
     async def generate(
         self, *, max_tokens: int | None = None, stop: Sequence[str] = (), temperature: float | None = None
     ) -> Reply:
-        """Go on from the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row.
+        """Continue the context so far, up to `max_tokens`, the end of the turn, a text of `stop`, or a full row.
 
-        `temperature` is that of these tokens, by default rollout.temperature; at 0 they are greedy and carry no loss.
+        The default of `temperature` is rollout.temperature; at 0 the tokens are greedy and carry no loss.
         """
         self._check_idle()
         sampling = self._sampling(max_tokens, stop, temperature)
@@ -138,7 +141,7 @@ class Trajectory:
         return Reply([*ids], decode(self._session.tokenizer, ids), reason, message)
 
     def observe(self, tokens: Tokens, *, images: Sequence[Picture] = ()) -> None:
-        """Add tokens that carry no loss; messages go on the chat after a reply, with the next generation prompt."""
+        """Add tokens that carry no loss; messages continue the chat after a reply, with the next generation prompt."""
         self._check_idle()
         ids = self._encode_turn(tokens, images) if is_chat(tokens) else self._encode(tokens, images)
         self._ids += ids
@@ -164,7 +167,7 @@ class Trajectory:
             self._attached[name] = array
 
     def record(self) -> RecordedTrajectory:
-        """What was recorded; for the runner."""
+        """The recorded trajectory; for the runner."""
         reward = None if self.reward is None else finite(self.reward)
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
@@ -196,16 +199,16 @@ class Trajectory:
         return extra
 
     def _keep_experts(self, experts: Tensor) -> None:
-        """A context is read again for every generation; what a token was sampled with is its first routing."""
+        """A context is read again for every generation; the first routing of a token is the one it was sampled with."""
         known = self._experts
         self._experts = experts if known is None else torch.cat((known, experts[len(known) :]))
 
     def _carries_loss(self, sampling: Sampling) -> int:
-        """Whether generated tokens do: all but greedy ones in a run that samples."""
+        """Whether generated tokens do: all except greedy ones in a run that samples."""
         return int(sampling.temperature > 0 or self._session._settings.sampling.temperature == 0)
 
     def _keep_temperature(self, temperature: float, count: int) -> None:
-        """Of the next response tokens; a row whose tokens are all of the run's temperature says nothing of it."""
+        """Record it for the next response tokens; not in a row whose tokens all have the run's temperature."""
         plain = self._session._settings.sampling.temperature
         if self._temperatures is None and temperature not in (0, plain):
             self._temperatures = [plain] * len(self._mask)
@@ -238,26 +241,27 @@ class Trajectory:
 
     def _sampling(self, max_tokens: int | None, stop: Sequence[str], temperature: float | None) -> Sampling:
         plain = self._session._settings.sampling
-        most = plain.max_tokens if max_tokens is None else max_tokens
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise SessionError(f"row {self.name}: max_tokens is {most!r:.60}; it takes a whole number from 1")
+        limit = plain.max_tokens if max_tokens is None else max_tokens
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise SessionError(f"row {self.name}: max_tokens is {limit!r:.60}; it takes an integer from 1")
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
         if texts and not all(text and is_text(text) for text in texts):
             raise SessionError(f"row {self.name}: stop is {stop!r:.60}; it takes texts of one character or more")
-        own = plain.temperature
-        if temperature is not None and own > 0:  # an evaluation is greedy throughout
-            own = None if isinstance(temperature, bool) else finite(temperature)
-            if own is None or (own != 0 and own < LEAST_TEMPERATURE):
+        if temperature is None or plain.temperature == 0:  # an evaluation is greedy throughout
+            temperature = plain.temperature
+        else:
+            number = None if isinstance(temperature, bool) else finite(temperature)
+            if number is None or (number != 0 and number < LEAST_TEMPERATURE):
                 raise SessionError(
                     f"row {self.name}: temperature is {temperature!r:.60}; it takes 0 (greedy) or a number from "
                     f"{LEAST_TEMPERATURE:g} on"
                 )
+            temperature = number
         room = self._room
         if room < 1:
             raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
-        if most == plain.max_tokens <= room and not texts and own == plain.temperature:
-            return plain
-        return _limited(plain, min(most, room), texts, own)
+        stop_texts = (*plain.stop_texts, *texts)
+        return replace(plain, max_tokens=min(limit, room), stop_texts=stop_texts, temperature=temperature)
 
     def _template_of(
         self, prompt: Tokens, tools: Sequence[object], arguments: Mapping[str, object]
@@ -280,7 +284,7 @@ class Trajectory:
         try:
             look = self._look(tokens, images)
             template = self._template if is_chat(tokens) else None
-            ids = encode(self._session.tokenizer, tokens, most=self._room, with_images=look, template=template)
+            ids = encode(self._session.tokenizer, tokens, limit=self._room, with_images=look, template=template)
             self._check_images(ids, look)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
@@ -307,7 +311,7 @@ class Trajectory:
                 tokens,
                 reply=reply,
                 last_id=self._ids[-1],
-                most=self._room,
+                limit=self._room,
                 with_images=look,
             )
             self._check_images(ids, look)
@@ -326,9 +330,9 @@ class Trajectory:
         if not pictures:
             return None
         if self._session._vision is None:
-            raise SessionError(f"{len(pictures):,} images are given and the model reads none; take one that does")
+            raise SessionError(f"{len(pictures):,} images are given and the model takes none; use a vision-language model")
         if not isinstance(tokens, str) and not is_chat(tokens):
-            raise SessionError("images are given beside token ids; give them with text that has their placeholders")
+            raise SessionError("images are given with token ids; give them with text that has their placeholders")
         return self._session._vision.look(pictures)
 
     def _check_images(self, ids: list[int], look: Look | None) -> None:
@@ -337,7 +341,7 @@ class Trajectory:
 
     @property
     def _room(self) -> int:
-        return self._session._most_tokens - len(self._ids)
+        return self._session._max_row_tokens - len(self._ids)
 
     def _check_length(self, new: int) -> None:
         if new > self._room:
@@ -347,5 +351,5 @@ class Trajectory:
         row, context = self._session._settings.max_row_tokens, self._session._context_tokens
         limit = f"rollout.max_row_tokens (by default train.micro_batch_tokens) is {row:,}; raise it"
         if context <= row:
-            limit = f"the model's context has {context:,}; take a model with a longer one"
+            limit = f"the model's context has {context:,}; use a model with a longer one"
         return SessionError(f"row {self.name} {what}, and {limit}, or open a fresh trajectory")

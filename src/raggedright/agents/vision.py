@@ -1,11 +1,11 @@
-"""Images in an agent's contexts: what they are in tokens and pixels, and what a row carries of them.
+"""Images in an agent's contexts: their tokens and pixels, and the fields that a row has for them.
 
-Text and its images go through the model's own processor, which puts as many placeholder tokens as an image takes in
-the place of each one placeholder of the text. What comes back is recorded as it is. Messages name their images in
-parts, `{"type": "image", "image": ...}`; text has a placeholder for each of the images given with it.
+Text and its images go through the model's own processor, which replaces each placeholder in the text by as many
+placeholder tokens as the image takes. Its output is recorded as it is. Messages have their images in parts, `{"type":
+"image", "image": ...}`; a text has one placeholder for each of its images.
 
-In a run of a vision-language model every row has positions with axes and media, rows without images included, so that
-all rows are of one form.
+In a run with a vision-language model every row has positions with 3 axes, rows without images included, so that all
+rows have the same form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers import ProcessorMixin
 
 from raggedright.agents.tokens import Tokens, is_chat
-from raggedright.agents.values import SessionError
+from raggedright.sessions import SessionError
 from raggedright.tensors.positions import image_positions
 
 MEDIA = "multi_modal_inputs"
@@ -30,7 +29,7 @@ Picture = Image.Image | np.ndarray | str | Path
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """A model's processor, the tokens that stand for images, and how many patches a side of a token has."""
+    """A model's processor, the tokens that stand for images, and the number of patches per side of a token."""
 
     processor: ProcessorMixin
     image_token_id: int
@@ -39,11 +38,11 @@ class Vision:
 
     @property
     def placeholder(self) -> str:
-        """What stands for one image in a text."""
+        """The placeholder for one image in a text."""
         return self.processor.image_token  # pyright: ignore[reportAttributeAccessIssue]
 
     def look(self, images: Sequence[Picture]) -> "Look":
-        """Make ready to encode a text with these images."""
+        """An encoder for a text with these images."""
         return Look(self, [_opened(i, image) for i, image in enumerate(images)])
 
     def check_text(self, ids: Sequence[int]) -> None:
@@ -56,7 +55,7 @@ class Vision:
                 )
 
     def fields(self, ids: Sequence[int], media: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """What a row carries beside its tokens."""
+        """The fields of a row in addition to its tokens."""
         row = np.array(ids, dtype=np.int64)
         grids = media["image_grid_thw"].numpy() if media else np.empty((0, 3), dtype=np.int64)
         positions = image_positions(row, grids, image_token_id=self.image_token_id, merge_size=self.merge_size)
@@ -64,7 +63,7 @@ class Vision:
 
 
 class Look:
-    """One text with its images: call it with the text, and then it has their media."""
+    """Encodes one text with its images; afterwards `media` has their pixels and sizes."""
 
     def __init__(self, vision: Vision, images: list[Image.Image]) -> None:
         self._vision, self._images = vision, images
@@ -87,24 +86,19 @@ class Look:
         return made["input_ids"][0].tolist()
 
 
-def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The media of a row's images, one after another."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
-
-
 def pictures_of(tokens: Tokens, images: Sequence[Picture]) -> list[Picture]:
     """All images of a text or of messages, in their order."""
     if not is_chat(tokens):
         return [*images]
     if images:
-        raise SessionError("images are given beside messages; put each in its message: {'type': 'image', 'image': ...}")
-    found: list[Picture] = []
+        raise SessionError("images are given with messages; put each in its message: {'type': 'image', 'image': ...}")
+    pictures: list[Picture] = []
     for message in tokens:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
             if isinstance(part, Mapping) and part.get("type") == "image":
-                found.append(part.get("image"))  # pyright: ignore[reportArgumentType]: `_opened` looks at it
-    return found
+                pictures.append(part.get("image"))  # pyright: ignore[reportArgumentType]: `_opened` checks it
+    return pictures
 
 
 def _opened(number: int, image: object) -> Image.Image:

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raggedright.rollout.engine import FinishReason, Generation, Sampling
+from raggedright.rollout.engine import FinishReason, Generation, Media, Sampling
 from raggedright.rollout.kv_cache import Ids, KeptRows, PastRow, RowCache
-from raggedright.rollout.local_model import LocalModel, Media
+from raggedright.rollout.local_model import LocalModel
 from raggedright.rollout.sampling import TextStops, choose, uniforms
 
 # The most columns x rows of a pass that reads new rows, and of one that also has rows shorter than half its longest.

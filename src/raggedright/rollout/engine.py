@@ -11,18 +11,20 @@ depends on (noise, t) only, so it does not matter in which batch a request runs.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from numpy import integer
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from raggedright.errors import ConfigError, RaggedRightError
-
-if TYPE_CHECKING:
-    from numpy import integer
-    from numpy.typing import NDArray
-    from torch import Tensor, nn
-
-    from raggedright.tensors.routing import Routers
+from raggedright.tensors.routing import Routers
 
 FinishReason = Literal["stop", "length", "abort"]
+
+Media = Mapping[str, Tensor]
+"""The processor's output for the images of a context: pixel_values and image_grid_thw of all of them."""
 
 LEAST_TEMPERATURE = 1e-4
 """For tokens that are trained: logits divided by much less exceed the range of float32."""
@@ -61,15 +63,18 @@ class Sampling:
 
 
 class Request(NamedTuple):
-    """The whole context so far, how to continue it, and the key of the trajectory's noise (`sampling.noise_key`).
-
-    `media` is the processor's output for the images of the context: pixel_values and image_grid_thw of all of them.
-    """
+    """The whole context so far, how to continue it, and the key of the trajectory's noise (`sampling.noise_key`)."""
 
     ids: Sequence[int]
     sampling: Sampling
     noise: bytes
-    media: "Mapping[str, Tensor] | None" = None
+    media: Media | None = None
+
+
+def join_media(media: Iterable[Media | None]) -> Media:
+    """The media of several images or rows as one, in their order."""
+    parts = [each for each in media if each]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 class Generation(NamedTuple):
@@ -83,7 +88,7 @@ class Generation(NamedTuple):
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
-    routed_experts: "NDArray[integer] | None" = None
+    routed_experts: NDArray[integer] | None = None
 
 
 class Decoder(Protocol):
@@ -103,13 +108,13 @@ class EngineContext:
     between their generations (0 keeps none). With `routers`, the experts of every position are recorded.
     """
 
-    model: "nn.Module"
+    model: nn.Module
     tokenizer: Decoder | None = None
     pad_token_id: int = 0
     max_batch_rows: int = 512
     shared: bool = True
     kept_bytes: int = 1 << 30
-    routers: "Routers | None" = None
+    routers: Routers | None = None
 
 
 class Engine(Protocol):
@@ -119,7 +124,7 @@ class Engine(Protocol):
         """Continue a context; requests that are under way at the same time share batches."""
         ...
 
-    def update_weights(self, weights: "Iterable[tuple[str, Tensor]]", *, version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Generate with these weights from now on, and report `version`."""
         ...
 

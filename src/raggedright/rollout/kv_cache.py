@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from raggedright.rollout.local_model import LocalModel, Media, join_media
+from raggedright.rollout.engine import Media, join_media
+from raggedright.rollout.local_model import LocalModel
 
 Ids = NDArray[np.int64]
 

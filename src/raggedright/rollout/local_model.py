@@ -16,13 +16,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from raggedright.errors import ConfigError, RowsError
-from raggedright.rollout.engine import EngineError
+from raggedright.rollout.engine import EngineError, Media
 from raggedright.tensors.forward import vocabulary_size
 from raggedright.tensors.media import placeholder_ids
 from raggedright.tensors.positions import image_positions, position_shift
 from raggedright.tensors.routing import Routers
 
-Media = Mapping[str, Tensor]
 GRIDS = "image_grid_thw"
 
 
@@ -146,12 +145,6 @@ class LocalModel:
         missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
         problems = {"missing": missing, "unknown": unknown, "of another shape": shapes}
         return "; ".join(f"{len(names):,} {what}: {_first(names)}" for what, names in problems.items() if names)
-
-
-def join_media(media: Iterable[Media | None]) -> Media:
-    """The media of several rows or images as one, in their order."""
-    parts = [each for each in media if each]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 def _first(names: list[str]) -> str:

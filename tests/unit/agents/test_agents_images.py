@@ -104,12 +104,12 @@ def test_messages_have_their_images_in_parts_and_go_on_after_a_reply():
         ([1, IMAGE], [], "stands for an image and none is given"),
         ("1", [gray(8, 8)], "0 placeholders .* and 1 images; they must agree"),
         (f"1{SEEN}{SEEN}", [gray(8, 8)], "2 placeholders"),
-        ([1, 2], [gray(8, 8)], "images are given beside token ids"),
+        ([1, 2], [gray(8, 8)], "images are given with token ids"),
         (f"1{SEEN}", [gray(8, 8)[0]], "image 0 is a ndarray; give"),
         (f"1{SEEN}", ["no/such.png"], "image 0 cannot be read: .*No such file"),
         (f"1{SEEN}", [gray(8, 2000)], "aspect ratio"),
         (f"1{SEEN}", [gray(80, 80)], "gets at least 103 tokens"),
-        ([{"role": "user", "content": "1"}], [gray(8, 8)], "images are given beside messages"),
+        ([{"role": "user", "content": "1"}], [gray(8, 8)], "images are given with messages"),
     ],
 )
 def test_what_cannot_be_seen_fails_its_session_in_a_sentence(prompt, images, words):

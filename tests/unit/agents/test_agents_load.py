@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raggedright.agents import compaction, delegation
+from raggedright.agents import digits
 from raggedright.agents.chat import Chat
 from raggedright.agents.load import load_agent
 from raggedright.errors import ConfigError
@@ -15,8 +15,8 @@ HERE = "unit.agents.made_up_tasks"
 
 
 def test_shipped_agents_have_short_names():
-    assert load_agent("compaction", {}) is compaction.compact
-    assert load_agent("delegation", {}) is delegation.delegate
+    assert load_agent("compaction", {}) is digits.compact
+    assert load_agent("delegation", {}) is digits.delegate
     assert isinstance(load_agent("chat", {"reward": f"{HERE}:exact"}), Chat)
 
 
@@ -37,9 +37,9 @@ def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("compation", {}, "agent.name is 'compation', which is no agent; is it compaction?"),
+        ("compation", {}, "agent.name is 'compation', which does not exist; is it compaction?"),
         ("zzz", {}, "shipped are chat, compaction, delegation, tiles; others are 'module:attribute'"),
-        ("compaction", {"size": 3}, "agent.options are given and compaction is no class; leave out size"),
+        ("compaction", {"size": 3}, "agent.options are given and compaction is not a class; leave out size"),
         ("chat", {}, "agent.options.reward is missing; chat needs reward"),
         ("chat", {"reward": f"{HERE}:exact", "sytem": "x"}, "agent.options.sytem is unknown to chat; is it system?"),
         ("chat", {"reward": f"{HERE}:NUMBER"}, "which cannot be called; name a function"),

@@ -308,7 +308,7 @@ def test_wrong_uses_are_told():
         settings(timeout=0)
     with pytest.raises(ConfigError, match=r"rollout\.concurrency is 0"):
         settings(concurrency=0)
-    with pytest.raises(ConfigError, match=r"rollout\.attempts is 0; it is a whole number from 1"):
+    with pytest.raises(ConfigError, match=r"rollout\.attempts is 0; it is an integer from 1"):
         settings(attempts=0)
 
     async def inside():

@@ -100,7 +100,7 @@ def test_a_context_shorter_than_the_row_limit_is_named_instead():
 
     store = run(agent, [(tasks_of("p")[0], 0)], engine=NoiseEngine(context_tokens=32))
     assert causes(store)["p", 0, 0].startswith(
-        "SessionError: row p/0/0 gets at least 40 tokens, and the model's context has 32; take a model with a longer"
+        "SessionError: row p/0/0 gets at least 40 tokens, and the model's context has 32; use a model with a longer"
     )
 
 
@@ -228,7 +228,7 @@ def test_text_that_a_made_tokenizer_does_not_know_fails_the_session():
 
     cause = causes(run(greets, [(task, 0) for task in tasks_of("a")]))["a", 0, 0]
     assert "the tokenizer has no token for 'Helo'" in cause
-    assert "a made model knows its model.symbols alone" in cause
+    assert "a made model has only those of model.symbols" in cause
 
 
 def test_fields_that_are_attached_have_one_number_per_response_token():

@@ -1,10 +1,10 @@
-"""A session: what an agent holds while it runs on a task.
+"""What an agent gets: its task and the session, in which it opens trajectories; and the limits of a session.
 
-Trajectories are numbered in the order they are opened, and their randomness is named by that number, so what a session
-records depends on its names and on the weights alone.
+Trajectories are numbered in the order in which they are opened, and their randomness is named by that number, so what a
+session records depends on its names and on the weights only.
 
-The surprise: a session ends. Once its agent has returned, failed or run out of time, opening, generating, observing and
-reporting raise a SessionError, so that a task which goes on regardless adds nothing to it.
+Note: once its agent has returned, failed or run out of time, a session is closed: opening, generating, observing and
+reporting raise a SessionError, so that a task that still runs adds nothing to it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,34 +14,57 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.settings import RolloutSettings
-from raggedright.agents.tokens import Message, Tokens
-from raggedright.agents.trajectory import Generate, Reply, Trajectory
-from raggedright.agents.values import SessionError, finite
+from raggedright.agents.tokens import Tokens
+from raggedright.agents.trajectory import Generate, Trajectory, finite
 from raggedright.agents.vision import Picture, Vision
+from raggedright.errors import ConfigError
+from raggedright.rollout.engine import Sampling
 from raggedright.sessions import Session as RecordedSession
-from raggedright.sessions import SessionKey, is_text
-
-__all__ = ["Agent", "Message", "Reply", "Session", "SessionError", "Task", "Trajectory"]
+from raggedright.sessions import SessionError, SessionKey, is_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an agent is to do; `uid` names the prompt, `data` is whatever the source has for it."""
+    """What an agent has to do; `uid` names the prompt, `data` has the fields of the task source."""
 
     uid: str
     data: Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """Limits of a session and of a round, made from the config's section `rollout`.
+
+    `sampling.max_tokens` limits a generation for which the agent sets no limit; `timeout` is in seconds per session;
+    `attempts` is the most times that a session is run if it fails.
+    """
+
+    sampling: Sampling
+    max_row_tokens: int
+    max_trajectories: int = 1024
+    concurrency: int = 1024
+    timeout: float = 300.0
+    attempts: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        minimums = {"max_row_tokens": 2, "max_trajectories": 1, "concurrency": 1, "attempts": 1}
+        for name, minimum in minimums.items():
+            if (value := getattr(self, name)) < minimum:
+                raise ConfigError(f"rollout.{name} is {value}; it is an integer from {minimum}")
+        if not 0 < self.timeout < float("inf"):
+            raise ConfigError(f"rollout.timeout is {self.timeout}; it is a positive number of seconds")
+
+
 class Session:
     """One run of an agent on a task; `random` is seeded by the session's names: draw every choice from it.
 
-    - `task`, `key` (round, prompt, session, attempt) and `tokenizer` are attributes.
+    - `task`, `key` (round, prompt, session, attempt), `tokenizer` and `random` are attributes.
     """
 
     __slots__ = (
-        "_context_tokens", "_ended", "_generate", "_metrics", "_most_tokens", "_random", "_settings", "_trajectories",
-        "_vision", "key", "task", "tokenizer",
+        "_context_tokens", "_ended", "_generate", "_max_row_tokens", "_metrics", "_settings", "_trajectories",
+        "_vision", "key", "random", "task", "tokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -56,9 +79,9 @@ class Session:
         vision: Vision | None = None,
     ) -> None:
         self.task, self.key, self.tokenizer = task, key, tokenizer
-        self._random: Random | None = None
+        self.random = Random(f"{settings.seed}/{key.round}/{key.session}/{key.attempt}/{key.prompt}".encode())
         self._settings, self._generate, self._context_tokens = settings, generate, context_tokens
-        self._most_tokens = min(settings.max_row_tokens, context_tokens)  # of a trajectory
+        self._max_row_tokens = min(settings.max_row_tokens, context_tokens)
         self._vision = vision
         self._trajectories: list[Trajectory] = []
         self._metrics: dict[str, float] = {}
@@ -80,10 +103,10 @@ class Session:
         enable_thinking, in every turn.
         """
         self.check_open()
-        number, most = len(self._trajectories), self._settings.max_trajectories
-        if number >= most:
+        number, limit = len(self._trajectories), self._settings.max_trajectories
+        if number >= limit:
             raise SessionError(
-                f"session {self.name} opens trajectory {number:,} and may have {most:,}; "
+                f"session {self.name} opens trajectory {number:,} and may have {limit:,}; "
                 "open fewer, or raise rollout.max_trajectories"
             )
         if not is_text(role):
@@ -93,7 +116,7 @@ class Session:
         return trajectory
 
     def report(self, **metrics: float) -> None:
-        """Add numbers of the session beside its reward, e.g. exact_match; the last of a name counts."""
+        """Add numbers of the session in addition to its reward, e.g. exact_match; the last of a name counts."""
         self.check_open()
         for name, value in metrics.items():
             if (number := finite(value)) is None or not is_text(name):
@@ -101,48 +124,40 @@ class Session:
             self._metrics[name] = number
 
     @property
-    def random(self) -> Random:
-        """Where its choices are drawn from; seeded when it is first asked for, as not every agent draws."""
-        if self._random is None:
-            round, prompt, session, attempt = self.key
-            self._random = Random(f"{self._settings.seed}/{round}/{session}/{attempt}/{prompt}".encode())
-        return self._random
-
-    @property
     def image(self) -> str:
-        """What stands for one image in a text."""
+        """The placeholder for one image in a text."""
         if self._vision is None:
-            raise SessionError(f"session {self.name}: the model sees no images; use a vision-language model")
+            raise SessionError(f"session {self.name}: the model takes no images; use a vision-language model")
         return self._vision.placeholder
 
     @property
     def name(self) -> str:
-        """What messages call it: prompt/session."""
+        """Its name in messages: prompt/session."""
         return f"{self.key.prompt:.60}/{self.key.session}"
 
     @property
     def num_trajectories(self) -> int:
-        """How many trajectories were opened."""
+        """The number of trajectories that were opened."""
         return len(self._trajectories)
 
     def check_open(self) -> None:
-        """Refuse once the session has ended."""
+        """A SessionError once the session has ended."""
         if self._ended:
             raise SessionError(f"session {self.name} has ended ({self._ended}); await all it does before you return")
 
     def end(self, why: str) -> None:
-        """Let nothing more be added; for the runner."""
+        """Close it; for the runner."""
         self._ended = self._ended or why
 
     def record(self, score: float) -> RecordedSession:
-        """What was recorded, with its score; for the runner."""
+        """The recorded session with its score; for the runner."""
         trajectories = [trajectory.record() for trajectory in self._trajectories]
         return RecordedSession(key=self.key, score=score, metrics={**self._metrics}, trajectories=trajectories)
 
-    def let_go(self, forget: Callable[[bytes], None]) -> None:
-        """Forget its trajectories, here and in the engine; for the runner, at last.
+    def release(self, forget: Callable[[bytes], None]) -> None:
+        """Release its trajectories, here and in the engine; for the runner, when it has ended.
 
-        They know their session, so that all would wait for the garbage collector.
+        They refer to their session, so without this all would stay in memory until the garbage collector runs.
         """
         for trajectory in self._trajectories:
             if trajectory.noise:

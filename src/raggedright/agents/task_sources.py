@@ -1,14 +1,15 @@
-"""Tasks of a run: from a JSONL or Parquet file, or made by a function; which of them are in which round.
+"""Tasks of a run: from a JSONL or Parquet file, or made by a function; and which of them are in which round.
 
-A file's tasks are shuffled afresh every epoch. Rounds take them one after another, so a round may have the end of one
-epoch and the beginning of the next. Invariants: an epoch has each task once; a round has none twice; what is in a round
-depends on (seed, round, batch_size) alone. A function makes endless tasks: task i is what it returns for (i, seed).
+A file's tasks are shuffled again for every epoch. Rounds take them one after another, so a round may have the end of
+one epoch and the beginning of the next. Invariants: an epoch has each task once; a round has no task twice; the tasks
+of a round depend on (seed, round, batch_size) only. A function makes any number of tasks: task i is what it returns for
+(i, seed).
 
-With dynamic sampling a round draws as many tasks as it needs, from the place where the last round stopped (`draw`).
-What is at a place of that sequence depends on (seed, most) alone, and any `most` neighbours are different tasks.
+With dynamic sampling a round draws as many tasks as it needs, from the place where the last round stopped (`draw`). The
+task at a place of that sequence depends on (seed, most) only, and any `most` neighbours are different tasks.
 
-Note: a round that spans two epochs must not have a task twice, so tasks that it has from the first one move back a
-little in the second one's order.
+Note: a round that spans two epochs must not have a task twice, so the tasks that it has from the first epoch move to
+later places in the second.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from raggedright.agents.named import find_named
-from raggedright.agents.session import Task
+from raggedright.agents.agent_session import Task
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
+from raggedright.plugins import find_attribute
 from raggedright.records import parse_lines
 from raggedright.sessions import is_text
 
@@ -32,7 +33,7 @@ class Tasks(Protocol):
     """Where a run's tasks come from."""
 
     def check_enough(self, num_tasks: int, key: str) -> None:
-        """A ConfigError unless so many tasks can be drawn at once; `key` says who wants them."""
+        """A ConfigError unless this number of different tasks can be drawn; `key` is the config key that asks for them."""
         ...
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
@@ -45,7 +46,7 @@ class Tasks(Protocol):
 
     @property
     def num_different(self) -> int | None:
-        """How many tasks there are; None where there is no end to them."""
+        """The number of tasks; None if it has no limit."""
         ...
 
 
@@ -62,7 +63,7 @@ def load_tasks(source: str, *, seed: int, key: str = "prompts.source") -> Tasks:
         return FileTasks(source, tasks, seed=seed)
     if ":" not in source:
         raise ConfigError(f"{key} is {source!r}; it takes a .jsonl or .parquet file, or 'module:function'")
-    make = find_named(source, key=key)
+    make = find_attribute(source, key=key)
     if not callable(make):
         raise ConfigError(f"{key} is {source!r}, a {type(make).__name__}; it takes a function of (index, seed)")
     try:
@@ -73,13 +74,13 @@ def load_tasks(source: str, *, seed: int, key: str = "prompts.source") -> Tasks:
 
 
 class MadeTasks:
-    """Endless tasks, made by a function."""
+    """Any number of tasks, made by a function."""
 
     def __init__(self, source: str, make: Make, *, seed: int) -> None:
         self._source, self._make, self._seed = source, make, seed
 
     def check_enough(self, num_tasks: int, key: str) -> None:
-        """There is no end to them; the first one is made, to see what it is."""
+        """There are always enough; the first one is made, to check it."""
         self._task(0)
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
@@ -92,7 +93,7 @@ class MadeTasks:
 
     @property
     def num_different(self) -> None:
-        """No end."""
+        """No limit."""
         return None
 
     def _task(self, index: int) -> Task:
@@ -104,14 +105,14 @@ class MadeTasks:
 
 
 class FileTasks:
-    """The tasks of a file, in a fresh order every epoch."""
+    """The tasks of a file, in a new order for every epoch."""
 
     def __init__(self, source: str, tasks: Sequence[Task], *, seed: int) -> None:
         self._source, self._tasks, self._seed = source, tasks, seed
         self._last: tuple[_Rule, int, Ints] | None = None  # the rule, an epoch, its order
 
     def check_enough(self, num_tasks: int, key: str) -> None:
-        """They are all different."""
+        """All tasks of a file are different."""
         if num_tasks > len(self._tasks):
             raise ConfigError(
                 f"{key} is {num_tasks:,} and {self._source} has {len(self._tasks):,} tasks; lower it, or add tasks"
@@ -140,7 +141,7 @@ class FileTasks:
         return [self._tasks[i] for i in order.tolist()]
 
     def _order(self, epoch: int, rule: "_Rule") -> Ints:
-        """An epoch's order, found from the one before it; the last one is kept."""
+        """The order of an epoch, which depends on the one before it; the last one is kept."""
         if self._last is None or self._last[0] != rule or self._last[1] > epoch:
             self._last = rule, 0, self._shuffled(0)
         _, known, order = self._last
@@ -168,7 +169,7 @@ class _Rule(NamedTuple):
 
 
 def _after(before: Ints, order: Ints, earliest: Ints) -> Ints:
-    """The order, but that the last tasks of the epoch before come no sooner than allowed; the others as they came."""
+    """The order, except that the last tasks of the epoch before come no earlier than allowed."""
     place = dict(zip(before[len(before) - len(earliest) :].tolist(), earliest.tolist(), strict=True))
     first: list[int] = []
     waiting: list[int] = []
@@ -215,9 +216,9 @@ def _named(records: Iterator[tuple[str, object]]) -> list[Task]:
             raise ConfigError(f"{where}: a task is an object with fields, and this is a {type(record).__name__}")
         uid = record.get("uid", len(tasks))
         if isinstance(uid, bool) or not isinstance(uid, str | int) or not (is_text(uid := str(uid)) and uid):
-            raise ConfigError(f"{where}: field uid is {uid!r:.60}; it takes text or a whole number")
+            raise ConfigError(f"{where}: field uid is {uid!r:.60}; it takes text or an integer")
         if uid in places:
-            raise ConfigError(f"{where}: field uid is {uid!r:.60}, as in {places[uid]}; give each task one of its own")
+            raise ConfigError(f"{where}: field uid is {uid!r:.60}, as in {places[uid]}; give each task a different one")
         places[uid] = where
         tasks.append(Task(uid=uid, data=record))
     return tasks

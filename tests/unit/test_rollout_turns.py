@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from vision_cases import load
 from vision_cases import requests_of as image_requests_of
 
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 from raggedright.rollout.engine import Generation, Request, Sampling
 from raggedright.rollout.kv_cache import LEAST_KEPT_TOKENS, KeptRows, PastRow
 from raggedright.rollout.local_engine import LocalEngine

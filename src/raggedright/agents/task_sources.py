@@ -33,7 +33,7 @@ class Tasks(Protocol):
     """Where a run's tasks come from."""
 
     def check_enough(self, num_tasks: int, key: str) -> None:
-        """A ConfigError unless this number of different tasks can be drawn; `key` is the config key that asks for them."""
+        """A ConfigError unless this number of different tasks can be drawn; `key` is the config key."""
         ...
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from raggedright.agents.digits import EXACT_REWARD, FORM_REWARD, REPLY_TOKENS, cut, digit_of
 from raggedright.agents.agent_session import Session, Task
+from raggedright.agents.digits import EXACT_REWARD, FORM_REWARD, REPLY_TOKENS, cut, digit_of
 
 COLOURS: Mapping[str, tuple[int, int, int]] = {"r": (215, 45, 40), "g": (40, 170, 70), "b": (45, 75, 210)}
 SYMBOLS = "0123456789-:=" + "".join(COLOURS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
@@ -201,8 +202,13 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text; a vocabulary of whole symbols, as in a made model, must have all of them."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = getattr(backend, "model", None)
-    if isinstance(model, WordLevel) and backend.token_to_id(model.unk_token) in ids and model.unk_token not in text:
+    model = backend.model if isinstance(backend, Tokenizer) else None
+    if (
+        backend
+        and isinstance(model, WordLevel)
+        and backend.token_to_id(model.unk_token) in ids
+        and model.unk_token not in text
+    ):
         unknown = "".join(dict.fromkeys(c for c in text if backend.token_to_id(c) is None))
         raise SessionError(
             f"the tokenizer has no token for {unknown!r:.60}; a made model has only those of model.symbols"

@@ -23,8 +23,8 @@ from raggedright.agents.tokens import ChatTemplate, Message, Tokens, decode, enc
 from raggedright.agents.vision import Look, Picture, pictures_of
 from raggedright.rollout.engine import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling, join_media
 from raggedright.rollout.sampling import noise_key
-from raggedright.sessions import Trajectory as RecordedTrajectory
 from raggedright.sessions import SessionError, is_text
+from raggedright.sessions import Trajectory as RecordedTrajectory
 from raggedright.tensors.forward import TEMPERATURES
 from raggedright.tensors.routing import fill_up
 
@@ -330,7 +330,9 @@ class Trajectory:
         if not pictures:
             return None
         if self._session._vision is None:
-            raise SessionError(f"{len(pictures):,} images are given and the model takes none; use a vision-language model")
+            raise SessionError(
+                f"{len(pictures):,} images are given and the model takes none; use a vision-language model"
+            )
         if not isinstance(tokens, str) and not is_chat(tokens):
             raise SessionError("images are given with token ids; give them with text that has their placeholders")
         return self._session._vision.look(pictures)

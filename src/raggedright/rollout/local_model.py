@@ -5,7 +5,7 @@ values like any token, and only the shift of its row's positions remains.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from raggedright.agents.agent_session import Agent, Task
 from raggedright.agents.digits import SYMBOLS
 from raggedright.agents.runner import RolloutSettings, Runner
-from raggedright.agents.session import Agent, Task
 from raggedright.agents.vision import Vision
 from raggedright.rollout.engine import Generation, Request, Sampling
 from raggedright.sessions import TOKEN_FIELDS, Trajectory

@@ -8,7 +8,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 from raggedright.agents.tokens import _REPLY, decode
 from raggedright.rollout.engine import Sampling
 from recorded import recorded_sessions
@@ -268,7 +268,7 @@ def test_a_template_whose_next_turn_depends_on_the_reply_is_refused():
         return 1.0
 
     store, _ = run_one(agent, "Yes.<|im_end|>", "No!<|im_end|>", tokenizer=tokenizer)
-    refused = "row p/0/0: the chat template writes what follows a reply in another way after this one, 'No!'"
+    refused = "row p/0/0: the chat template writes what follows a reply differently after this one, 'No!'"
     assert refused in causes(store)["p", 0, 0]
 
 
@@ -295,7 +295,7 @@ PLAIN = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_ge
         (
             TEMPLATE,
             lambda s: s.trajectory([{"role": "user", "content": [{"type": "audio"}]}]),
-            "message 0: a part is {'type': 'audio'}; the model reads text alone",
+            "message 0: a part is {'type': 'audio'}; the model takes text only",
         ),
         ("{{ raise_exception('no system') }}", lambda s: s.trajectory([USER]), "fails on the messages: TemplateError"),
     ],

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents import tiles
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 from raggedright.agents.vision import MEDIA, Vision
 from raggedright.errors import RowsError
 from raggedright.rollout.engine import Generation, Sampling
@@ -130,7 +130,7 @@ def test_a_model_of_text_takes_no_images():
         return 1.0
 
     store, _ = run_one(agent, [1], vision=None)
-    assert "1 images are given and the model reads none" in next(iter(causes(store).values()))
+    assert "1 images are given and the model takes none" in next(iter(causes(store).values()))
 
 
 class Eyes(NoiseEngine):

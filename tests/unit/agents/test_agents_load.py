@@ -7,7 +7,7 @@ import pytest
 
 from raggedright.agents import digits
 from raggedright.agents.chat import Chat
-from raggedright.agents.load import load_agent
+from raggedright.agents.load_agent import load_agent
 from raggedright.errors import ConfigError
 from unit.agents import made_up_tasks
 

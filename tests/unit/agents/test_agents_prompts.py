@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raggedright.agents.prompts import FileTasks, load_tasks
-from raggedright.agents.session import Task
+from raggedright.agents.agent_session import Task
+from raggedright.agents.task_sources import FileTasks, load_tasks
 from raggedright.errors import ConfigError
 
 DATA = [{"question": f"q{i}", "nested": {"numbers": [i, i + 1], "none": None}} for i in range(5)]
@@ -87,7 +87,7 @@ def test_a_uid_is_kept(tmp_path: Path):
         (['{"a": 1}\n', "{broken\n"], "t.jsonl, line 2: not JSON"),
         (['{"a": 1}\n', "[1]\n"], "t.jsonl, line 2: a task is an object with fields, and this is a list"),
         ([{"uid": "x"}, {"a": 1}, {"uid": "x"}], "line 3: field uid is 'x', as in .*t.jsonl, line 1; give each"),
-        ([{"uid": None}], "line 1: field uid is None; it takes text or a whole number"),
+        ([{"uid": None}], "line 1: field uid is None; it takes text or an integer"),
         ([{"uid": 1.5}], "line 1: field uid is 1.5; it takes text"),
         ([], "which has no tasks; one line or row is one task"),
     ],

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from raggedright.agents.compaction import compact
-from raggedright.agents.delegation import delegate
+from raggedright.agents.agent_session import SessionError, Trajectory
+from raggedright.agents.digits import compact, delegate
 from raggedright.agents.runner import Runner
-from raggedright.agents.session import SessionError, Trajectory
 from raggedright.errors import ConfigError, RaggedRightError
 from raggedright.rollout.engine import EngineError, Generation
 from raggedright.store.memory import MemoryStore

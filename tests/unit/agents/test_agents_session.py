@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from raggedright.agents.session import Session, SessionError, Task
+from raggedright.agents.agent_session import Session, SessionError, Task
 from raggedright.rollout.engine import Sampling
 from recorded import recorded_sessions
 from unit.agents.scripted import EOS, NoiseEngine, ScriptEngine, causes, rows, run, tasks_of

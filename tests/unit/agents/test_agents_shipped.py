@@ -7,11 +7,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from raggedright.agents import digits
+from raggedright.agents.agent_session import Task
 from raggedright.agents.chat import Chat
-from raggedright.agents.compaction import compact
-from raggedright.agents.delegation import delegate
+from raggedright.agents.digits import compact, delegate
 from raggedright.agents.runner import Runner
-from raggedright.agents.session import Task
 from raggedright.rollout.engine import EngineContext, Generation
 from raggedright.rollout.local_engine import LocalEngine
 from raggedright.store.memory import MemoryStore
@@ -140,7 +139,7 @@ def test_a_real_model_generates_the_same_tokens_in_any_company(agent):
     )
     model = Qwen3ForCausalLM(config)
     model.to(torch.float64).eval()  # type: ignore[arg-type]
-    engine = LocalEngine(EngineContext(model=model, pad_token_id=TOKENIZER.pad_token_id))
+    engine = LocalEngine(EngineContext(model=model, pad_token_id=TOKENIZER.pad_token_id))  # type: ignore[arg-type]
     found = []
     for concurrency in (100, 3):
         store = MemoryStore()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from raggedright.agents.compaction import compact
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
+from raggedright.agents.digits import compact
 from unit.agents.scripted import causes, recorded, run, tasks_of
 
 HEALTHY = ("a", "b", "c")

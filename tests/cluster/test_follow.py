@@ -7,7 +7,7 @@ import pytest
 
 from cluster.runs import make_run
 from raggedright.config.schema import Config
-from raggedright.train.follow import Follower, Lines
+from raggedright.train.progress import Follower, NewLines
 
 
 def write(config: Config, **event: object) -> None:
@@ -15,28 +15,28 @@ def write(config: Config, **event: object) -> None:
         file.write(json.dumps(event) + "\n")
 
 
-def test_only_whole_lines_that_are_new_are_read_and_a_file_that_was_mended_is_read_on(tmp_path: Path):
+def test_only_whole_lines_that_are_new_are_read_and_a_file_that_got_shorter_is_read_on(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_text("old\n")
-    lines = Lines(path)
-    assert [*lines.new()] == []
+    lines = NewLines(path)
+    assert [*lines.read()] == []
     path.write_text("old\none\ntw")
-    assert [*lines.new()] == ["one"]
+    assert [*lines.read()] == ["one"]
     path.write_text("old\none\n")  # what a rank that starts again does with half a line
-    assert [*lines.new()] == []
+    assert [*lines.read()] == []
     path.write_text("old\none\nthree\n")
-    assert [*lines.new()] == ["three"]
+    assert [*lines.read()] == ["three"]
 
 
 def test_a_run_is_shown_from_its_events_as_the_first_rank_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = make_run(tmp_path / "run")
     follower = Follower(config)
-    follower.look()
+    follower.poll()
     write(config, event="start", resumed_from=1, sessions_found=7)
     ledger = {"sessions": {"trained": 22, "failed (timed out)": 2}, "rows": {}, "reused_sessions": 7}
     metrics = {"critic/score/mean": 0.5, "perf/tokens_per_second": 1234.0}
     write(config, event="round", round=3, metrics=metrics, rows=51, padding_rows=2, ledger=ledger)
-    follower.look()
+    follower.poll()
     follower.say("the store died")
     write(config, event="eval", round=3, metrics={"eval/score/mean": 0.25})
     follower.close()
@@ -54,15 +54,15 @@ def test_of_ranks_that_fail_together_the_nearest_cause_is_told():
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
     from raggedright.store.protocol import StoreError
-    from raggedright.train.ray_failures import rank_words
+    from raggedright.train.ray_rank import rank_failure_text
 
     waited = RuntimeError("Connection closed by peer [127.0.0.1]:1234")
     died = WorkerHealthCheckFailedError(
         "health check", RayActorError(error_msg="ip: 10.0.0.7 dead because its node has died. See")
     )
-    assert rank_words({0: waited, 1: died}) == "rank 1 died: its node has died, on 10.0.0.7"
+    assert rank_failure_text({0: waited, 1: died}) == "rank 1 died: its node has died, on 10.0.0.7"
     lost = StoreError("the store's controller is dead")
-    assert rank_words({0: waited, 1: died, 2: lost}) == "rank 2: the store's controller is dead"
-    assert rank_words({0: waited}).startswith("rank 0: RuntimeError: Connection closed by peer")
+    assert rank_failure_text({0: waited, 1: died, 2: lost}) == "rank 2: the store's controller is dead"
+    assert rank_failure_text({0: waited}).startswith("rank 0: RuntimeError: Connection closed by peer")
     away = WorkerHealthCheckFailedError("health check", ActorUnavailableError("RpcError: failed to connect", None))
-    assert rank_words({0: waited, 1: away}) == "rank 1 died: its process or its node cannot be reached any more"
+    assert rank_failure_text({0: waited, 1: away}) == "rank 1 died: its process or its node cannot be reached any more"

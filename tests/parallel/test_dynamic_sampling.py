@@ -10,8 +10,7 @@ from integration.test_train import events_of, run
 from parallel.whole_runs import distance, train_one, weights_of, write_run
 from raggedright.config import load_config
 from raggedright.store.sqlite import SqliteStore
-from raggedright.train import loop
-from raggedright.train import round as train_round
+from raggedright.train import loop, train_round
 from raggedright.train.world import TrainError, World
 from recorded import recorded_sessions
 

@@ -20,7 +20,7 @@ from raggedright.config.load import make_config
 from raggedright.sessions import TOKEN_FIELDS
 from raggedright.store.sqlite import SqliteStore
 from raggedright.train.loop import train
-from raggedright.train.optimizer import Learner
+from raggedright.train.update import Learner
 from raggedright.train.world import World
 
 BASE: dict[str, Any] = {

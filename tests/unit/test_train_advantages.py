@@ -10,8 +10,8 @@ from raggedright.config import Config
 from raggedright.config.load import make_config
 from raggedright.errors import RowsError
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
-from raggedright.train.advantages import token_advantages, token_rewards
-from raggedright.train.round import check_any
+from raggedright.train.token_advantages import token_advantages, token_rewards
+from raggedright.train.train_round import check_any
 from raggedright.train.world import TrainError
 
 MASKS = {0: [[1.0, 0.0, 1.0], [1.0]], 1: [[1.0, 1.0, 0.0]]}  # of session 0's two rows and of session 1's one

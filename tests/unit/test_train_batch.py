@@ -1,4 +1,4 @@
-"""The rows that a rank reads for a round, and the padding rows beside them."""
+"""The rows that a rank reads for a round, and the padding rows after them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +15,9 @@ from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.plan import make_plan
 from raggedright.sessions import Session, SessionTable, Trajectory
 from raggedright.store.memory import MemoryStore
-from raggedright.train.round import gather_round, read_batch, sample_round
+from raggedright.train.passes import read_batch
 from raggedright.train.setup import Setup, set_up
+from raggedright.train.train_round import gather_round, sample_round
 from raggedright.train.world import World
 from recorded import recorded_sessions
 
@@ -27,7 +28,7 @@ def run_first(setup: Setup) -> SessionTable:
     """The sessions of round 1, those that the store has left as they are."""
     sampled = sample_round(setup, 1)
     assert sampled is not None
-    return sampled.own
+    return sampled.rank_sessions
 
 
 @pytest.mark.parametrize("changes", [{}, IMAGES], ids=["text", "images"])

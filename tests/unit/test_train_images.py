@@ -18,9 +18,9 @@ from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
 from raggedright.tensors.media import image_filler
-from raggedright.train.eyes import load_vision, save_vision
-from raggedright.train.models import load_actor, load_critic, load_tokenizer
-from raggedright.train.round import model_fields
+from raggedright.train.load_models import load_actor, load_critic, load_tokenizer
+from raggedright.train.passes import model_fields
+from raggedright.train.vision_models import load_vision, save_vision
 
 
 def micro_of(family: str, how: Collate, *, rows: slice = slice(None)) -> MicroBatch:

@@ -13,7 +13,7 @@ from raggedright.check.models import load_model
 from raggedright.cli import main
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
-from raggedright.train.models import load_actor, load_tokenizer, make_tokenizer
+from raggedright.train.load_models import load_actor, load_tokenizer, make_tokenizer
 from verification.families import build, small_config
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from raggedright.config.sections import Optimizer
-from raggedright.train.optimizer import Learner, scale
+from raggedright.train.update import Learner, schedule
 from raggedright.train.world import TrainError, World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -16,7 +16,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 def test_a_linear_schedule_ends_at_its_final_share_with_the_run():
     settings = Optimizer(warmup=0.2, decay="linear", final=0.1)
-    rates = [scale(settings, step / 10) for step in range(1, 11)]
+    rates = [schedule(settings, step / 10) for step in range(1, 11)]
     assert rates[:2] == [0.5, 1.0]
     assert rates[-1] == pytest.approx(0.1)
     assert [a - b for a, b in pairwise(rates[1:])] == pytest.approx([0.9 / 8] * 8)
@@ -24,8 +24,8 @@ def test_a_linear_schedule_ends_at_its_final_share_with_the_run():
 
 def test_a_cosine_schedule_is_halfway_at_half_time():
     settings = Optimizer(decay="cosine", final=0.0)
-    assert [scale(settings, done) for done in (0.5, 1.0)] == pytest.approx([0.5, 0.0])
-    assert scale(Optimizer(), 0.7) == 1.0
+    assert [schedule(settings, done) for done in (0.5, 1.0)] == pytest.approx([0.5, 0.0])
+    assert schedule(Optimizer(), 0.7) == 1.0
 
 
 def test_a_step_clips_the_norm_and_says_what_it_was():

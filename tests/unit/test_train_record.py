@@ -9,7 +9,7 @@ from raggedright import Layout, close_ledger, make_plan
 from raggedright.report.events import EventLog, Failure, read_events
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
 from raggedright.train.record import round_event
-from raggedright.train.round import RoundResult
+from raggedright.train.train_round import RoundResult
 from unit.made_runs import made_round
 
 

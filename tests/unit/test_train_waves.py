@@ -4,7 +4,7 @@ import pytest
 
 from raggedright.agents.session import Task
 from raggedright.sessions import Session, SessionKey, SessionTable
-from raggedright.train.waves import SampledPrompts
+from raggedright.train.round_prompts import SampledPrompts
 
 MOST = 16
 
@@ -19,7 +19,7 @@ def add_wave(sampled: SampledPrompts, names: str, on_failure: str = "exclude") -
         for session, score in enumerate(scores):
             cause = "raised" if score is None else ""
             sessions.append(Session(key=SessionKey(1, uid, session), score=score, cause=cause))
-    sampled.look_at(SessionTable.of(1, sessions), on_failure)
+    sampled.add_scores(SessionTable.of(1, sessions), on_failure)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_batch_has_prompts_with_signal_first_then_finished_ones_each_in_their_
     sampled = SampledPrompts(batch_size=4)
     for wave in waves:
         add_wave(sampled, wave)
-    assert sampled.left_out() == left_out
+    assert sampled.skipped_prompts() == left_out
 
 
 def test_a_failed_session_that_scores_zero_gives_signal():

@@ -1,14 +1,14 @@
-"""Checkpoints: all that a run needs to go on after a round, in `checkpoints/round-000120`.
+"""Checkpoints: everything that a run needs to continue after a round, in `checkpoints/round-000120`.
 
-Every rank writes its part (torch's distributed checkpoint) into a new folder, which is synced and then renamed, so
-that a folder of that name is whole and never changes; what a crash left half-way is removed at the next start. A model
-may be loaded on another number of ranks, sharded or not. `state.json` has the round, the optimizers' step counts, the
-number of prompts drawn so far, the config and the SHA-256 of every other file; a folder that does not match it is
-refused before anything is loaded.
+Every rank writes its part (torch's distributed checkpoint) into a new folder, which is synced and then renamed, so a
+folder of that name is complete and never changes; what a crash left incomplete is removed at the next start. A model
+can be loaded on a different number of ranks, sharded or not. `state.json` has the round, the step counts of the
+optimizers, the number of prompts drawn so far, the config and the SHA-256 of every other file; a folder that does not
+match it is refused before anything is loaded.
 
-Note: apart from that only models and optimizers are in it. Data order, sampling and the schedule are functions of the
-seed, the round and, with dynamic sampling, the number of prompts drawn; the rows of later rounds are in the store.
-Loading unpickles: resume only runs that you trust.
+Note: the rest are models and optimizers. Data order, sampling and the schedule are functions of the seed, the round
+and, with dynamic sampling, the number of prompts drawn; the rows of later rounds are in the store. Loading unpickles:
+resume only runs that you trust.
 """
 
 import re
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from raggedright.config.load import dump_config
 from raggedright.files import file_digest, sync, write_file
-from raggedright.train.optimizer import Learner
 from raggedright.train.setup import Setup
+from raggedright.train.update import Learner
 from raggedright.train.world import TrainError
 
 CHECKPOINTS_FOLDER, STATE_FILE, NEW = "checkpoints", "state.json", ".new"
@@ -36,7 +36,7 @@ _NAME = re.compile(r"round-(\d{6,})")
 
 
 class State(BaseModel):
-    """What `state.json` says of a checkpoint."""
+    """The contents of `state.json`."""
 
     round: int
     optimizer_steps: dict[str, int]
@@ -46,18 +46,18 @@ class State(BaseModel):
 
 
 def checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """The whole checkpoints of a run and their rounds, oldest first."""
+    """The complete checkpoints of a run and their rounds, oldest first."""
     folder = run_folder / CHECKPOINTS_FOLDER
     return sorted((int(match[1]), path) for path in folder.glob("round-*") if (match := _NAME.fullmatch(path.name)))
 
 
 def last_checkpoint(run_folder: Path) -> tuple[int, Path] | None:
-    """The newest whole checkpoint of a run, and its round."""
+    """The newest complete checkpoint of a run, and its round."""
     return next(reversed(checkpoints(run_folder)), None)
 
 
 def check_files(folder: Path) -> State:
-    """Compare a checkpoint's files with what was written; a TrainError names the one that differs."""
+    """Compare the files of a checkpoint with what was written; a TrainError names the one that differs."""
     if not (folder / STATE_FILE).is_file():
         raise TrainError(f"{folder} cannot be loaded: it has no {STATE_FILE}; {_older(folder)}")
     try:
@@ -86,7 +86,7 @@ def _older(folder: Path) -> str:
 
 
 def save_checkpoint(setup: Setup, round: int) -> None:
-    """Write the checkpoint of a round that has trained, on every rank; then remove those that are too old."""
+    """Write the checkpoint of a trained round, on every rank; then remove those that are too old."""
     config, world = setup.config, setup.world
     folder = config.out / CHECKPOINTS_FOLDER
     new, done = folder / NEW, folder / f"round-{round:06}"
@@ -115,11 +115,12 @@ def save_checkpoint(setup: Setup, round: int) -> None:
             f"{good}; make room, and run the same command again"
         )
     if world.is_first:
-        _prune(folder, keep=config.checkpoint.keep)
+        for _, path in checkpoints(config.out)[: -config.checkpoint.keep]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, int]) -> None:
-    """Give this rank's models and optimizers what the checkpoint has."""
+    """Load a checkpoint into this rank's models and optimizers."""
     states = _states(setup)
     try:
         with _quiet():
@@ -129,7 +130,7 @@ def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, in
     for learner in _learners(setup):
         model, optimizer = (states[f"{learner.name} {part}"] for part in ("model", "optimizer"))
         for group in optimizer["param_groups"]:
-            group |= learner.kernel  # the run that wrote it may have been sharded otherwise
+            group |= learner.kernel  # the run that wrote it may have been sharded differently
         set_state_dict(
             learner.model,
             learner.optimizer,
@@ -140,7 +141,7 @@ def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, in
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Remove what a crash left half-way."""
+    """Remove what a crash left incomplete."""
     shutil.rmtree(run_folder / CHECKPOINTS_FOLDER / NEW, ignore_errors=True)
 
 
@@ -158,14 +159,14 @@ def _states(setup: Setup) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that one process is one process."""
+    """Silence torch's warning that a single process has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
 def _finish(setup: Setup, new: Path, done: Path, round: int) -> None:
-    """Make a written folder durable, and give it its name."""
+    """Make a written folder durable, and give it its final name."""
     steps = {learner.name: learner.num_steps for learner in _learners(setup)}
     digests = {path.name: file_digest(path) for path in sorted(new.iterdir())}
     for name in digests:
@@ -182,14 +183,8 @@ def _finish(setup: Setup, new: Path, done: Path, round: int) -> None:
     sync(done.parent)
 
 
-def _prune(folder: Path, *, keep: int) -> None:
-    """Keep the newest ones."""
-    for _, path in checkpoints(folder.parent)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _cause(error: BaseException) -> str:
-    """What went wrong first, in a line; a failure of any rank is wrapped by torch."""
+    """The first error in one line; torch wraps the failure of any rank."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_cause(inner)}"

@@ -1,16 +1,19 @@
 """The training loop, the same on every rank.
 
-Invariants: a round is trained on once, or again from the checkpoint before it; a round's rows leave the store only when
-a checkpoint contains it; however a run ends, its last line of events says how, and the last good checkpoint stays.
+Invariants: a round is trained once, or again from the checkpoint before it; the rows of a round leave the store only
+when a checkpoint contains the round; however a run ends, its last event says how, and the last good checkpoint stays.
 """
 
 import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from raggedright.arrays import mean_of
 from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
 from raggedright.files import disk_fault
+from raggedright.sessions import SessionTable
+from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import prune
 from raggedright.train.checkpoint import (
     check_files,
@@ -20,20 +23,18 @@ from raggedright.train.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from raggedright.train.clock import Clock
-from raggedright.train.evaluate import evaluate
-from raggedright.train.eyes import save_vision
 from raggedright.train.record import RunRecorder
-from raggedright.train.round import sample_round, train_round
 from raggedright.train.setup import Setup, set_up
-from raggedright.train.stop import Stop
+from raggedright.train.stop import StopRequest
+from raggedright.train.train_round import Clock, sample_round, train_round
+from raggedright.train.vision_models import save_vision
 from raggedright.train.world import TrainError, World
 
 MODEL_FOLDER = "model"
 
 
 def train(config: Config, world: World) -> str:
-    """Train from the first round to the last; how it ended: finished or interrupted."""
+    """Train from the first round to the last; returns how the run ended: finished or interrupted."""
     try:
         return _train(config, world)
     except RaggedRightError:
@@ -42,20 +43,24 @@ def train(config: Config, world: World) -> str:
         fault = disk_fault(error)
         if fault is None:
             raise
-        raise TrainError(_disk_words(config, fault)) from error
+        last = last_checkpoint(config.out)
+        good = f"the last checkpoint, of round {last[0]}, is good" if last else "there is no checkpoint yet"
+        free = shutil.disk_usage(config.out).free
+        raise TrainError(
+            f"{config.out}: {fault}, {free:,} bytes are free; {good}; make room, and run the same command again"
+        ) from error
 
 
 def _train(config: Config, world: World) -> str:
     setup = set_up(config, world)
-    last, found = resume(setup)
-    first = last + 1
-    recorder = RunRecorder(setup, first_round=first, found=found)
-    stop = Stop(config.out, lambda: setup.runner.cancel(record=False))
+    last_round, sessions_found = resume(setup)
+    recorder = RunRecorder(setup, first_round=last_round + 1, sessions_found=sessions_found)
+    stop = StopRequest(config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:
-        reason = _rounds(setup, recorder, stop, first)
+        reason = _train_rounds(setup, recorder, stop, last_round + 1)
         if recorder.rounds_done:
-            keep(setup, recorder, recorder.rounds_done)
+            save(setup, recorder, recorder.rounds_done)
             export(setup)
     finally:
         stop.close()
@@ -65,36 +70,9 @@ def _train(config: Config, world: World) -> str:
     return reason
 
 
-def _disk_words(config: Config, fault: str) -> str:
-    last = last_checkpoint(config.out)
-    good = f"the last checkpoint, of round {last[0]}, is good" if last else "there is no checkpoint yet"
-    free = shutil.disk_usage(config.out).free
-    return f"{config.out}: {fault}, {free:,} bytes are free; {good}; make room, and run the same command again"
-
-
-def resume(setup: Setup) -> tuple[int, dict[int, int]]:
-    """Go back to the last checkpoint: its round, 0 without one, and how many sessions of each later round are finished.
-
-    The first rank looks, and no rank runs a session before it has said what it found.
-    """
-    found = None
-    if setup.world.is_first:
-        remove_unfinished(setup.config.out)
-        round, folder = last_checkpoint(setup.config.out) or (0, Path())
-        state = check_files(folder) if round else None
-        steps, num_drawn = (state.optimizer_steps, state.prompts_drawn) if state else ({}, 0)
-        sessions = {number: count for number, count in setup.store.rounds().items() if number > round}
-        found = round, folder, steps, num_drawn, sessions
-    round, folder, steps, setup.prompts.num_drawn, sessions = setup.world.from_first(found)
-    if round:
-        load_checkpoint(setup, folder, steps)
-        setup.publish_weights(version=round)
-    return round, sessions
-
-
-def _rounds(setup: Setup, recorder: RunRecorder, stop: Stop, first: int) -> str:
+def _train_rounds(setup: Setup, recorder: RunRecorder, stop: StopRequest, first_round: int) -> str:
     config = setup.config
-    for round in range(first, config.train.rounds + 1):
+    for round in range(first_round, config.train.rounds + 1):
         clock = Clock()
         with clock("rollout"):
             sampled = sample_round(setup, round, recorder.session_done(round), is_stopped=lambda: stop.requested)
@@ -104,14 +82,52 @@ def _rounds(setup: Setup, recorder: RunRecorder, stop: Stop, first: int) -> str:
         if config.eval.every and (round % config.eval.every == 0 or round == config.train.rounds):
             recorder.evaluation(round, evaluate(setup, round))
         if round % config.checkpoint.every == 0:
-            keep(setup, recorder, round)
+            save(setup, recorder, round)
     return "finished"
 
 
-def keep(setup: Setup, recorder: RunRecorder, round: int) -> None:
+def resume(setup: Setup) -> tuple[int, dict[int, int]]:
+    """Load the last checkpoint: its round (0 without one), and the number of finished sessions of each later round.
+
+    The first rank looks, and no rank runs a session before it knows the result.
+    """
+    state = None
+    if setup.world.is_first:
+        remove_unfinished(setup.config.out)
+        round, folder = last_checkpoint(setup.config.out) or (0, Path())
+        saved = check_files(folder) if round else None
+        steps, num_drawn = (saved.optimizer_steps, saved.prompts_drawn) if saved else ({}, 0)
+        sessions = {number: count for number, count in setup.store.rounds().items() if number > round}
+        state = round, folder, steps, num_drawn, sessions
+    round, folder, steps, setup.prompts.num_drawn, sessions = setup.world.from_first(state)
+    if round:
+        load_checkpoint(setup, folder, steps)
+        setup.publish_weights(version=round)
+    return round, sessions
+
+
+def evaluate(setup: Setup, round: int) -> dict[str, float]:
+    """One greedy session on each of a fixed set of tasks; its rows train nothing and are not kept.
+
+    Returns means over the sessions, the same on every rank; a failed session scores zero and is counted.
+    """
+    world = setup.world
+    tasks = setup.eval_tasks.of_round(1, setup.config.eval.prompts)
+    with MemoryStore() as store:
+        share = [(task, 0) for task in world.share(tasks)]
+        rank_sessions = setup.runner.run(store, round=round, sessions=share, greedy=True)
+    table = SessionTable.join(world.gather(rank_sessions))
+    return {
+        "eval/score/mean": mean_of(table.scores("zero").score),
+        "eval/failed": float(table.failed.sum()),
+        **table.mean_metrics("eval"),
+    }
+
+
+def save(setup: Setup, recorder: RunRecorder, round: int) -> None:
     """Write a checkpoint, and delete the rows that every kept checkpoint contains.
 
-    The events of its rounds are on disk before it is, so that no checkpoint is ahead of the record of its run.
+    The events of its rounds are on disk before it is, so no checkpoint is ahead of the record of its run.
     """
     recorder.sync()
     save_checkpoint(setup, round)
@@ -121,11 +137,11 @@ def keep(setup: Setup, recorder: RunRecorder, round: int) -> None:
 
 
 def export(setup: Setup) -> None:
-    """Leave the trained model in transformers' format, in place of an earlier one."""
+    """Write the trained model in transformers' format, in place of an earlier one."""
     if setup.world.is_first:
         folder, new = setup.config.out / MODEL_FOLDER, setup.config.out / f"{MODEL_FOLDER}.new"
         shutil.rmtree(new, ignore_errors=True)
-        setup.whole.save_pretrained(new)  # pyright: ignore[reportCallIssue]
+        setup.full_model.save_pretrained(new)  # pyright: ignore[reportCallIssue]
         setup.tokenizer.save_pretrained(new)
         if setup.vision:
             save_vision(setup.vision, setup.config.model.path, new)

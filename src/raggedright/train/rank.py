@@ -19,14 +19,14 @@ from raggedright.train.world import join_world
 
 CONFIG_FILE = "config.toml"
 LOGS_FOLDER = "logs"
-ERROR_VARIABLE = "RAGGEDRIGHT_ERROR_FILE"  # where the launcher reads what went wrong
+ERROR_VARIABLE = "RAGGEDRIGHT_ERROR_FILE"  # where the launcher reads the error from
 LAUNCHER_VARIABLE = "RAGGEDRIGHT_LAUNCHER"  # its process id
 PR_SET_PDEATHSIG = 1
 
 
 def run_rank(folder: Path, cuda: torch.device | None = None) -> str:
-    """Train as this process's rank of the run whose config is in the folder; how it ended."""
-    disable_progress_bar()  # of transformers; the run's own is enough
+    """Train as this process's rank of the run whose config is in the folder; returns how the run ended."""
+    disable_progress_bar()  # of transformers; the run shows its own
     config = with_absolute_paths(load_config(folder / CONFIG_FILE, {"out": folder}))  # as this process sees it
     world = join_world(config, cuda)
     try:
@@ -36,13 +36,14 @@ def run_rank(folder: Path, cuda: torch.device | None = None) -> str:
 
 
 def main() -> int:
-    """Run this rank; an error goes to the file that the launcher named, the traceback of an unexpected one to its log.
+    """Run this rank; its error goes to the file that the launcher named, an unexpected traceback to its log.
 
     The first rank shares the launcher's terminal: what it raises because another rank died would hide the cause.
     """
     end_with_launcher()
+    folder = Path(sys.argv[1])
     try:
-        run_rank(Path(sys.argv[1]))
+        run_rank(folder)
     except RaggedRightError as error:
         _report(error)
         return 1
@@ -50,28 +51,28 @@ def main() -> int:
         _report(error)
         if ERROR_VARIABLE not in os.environ or os.environ["RANK"] != "0":
             raise
-        with log_file(Path(sys.argv[1]), 0).open("a") as log:
+        with log_file(folder, 0).open("a") as log:
             log.write(traceback.format_exc())
         return 1
     return 0
 
 
 def log_file(folder: Path, dp_rank: int) -> Path:
-    """Where a rank's output goes; of the first rank, which writes to the terminal, only tracebacks."""
+    """Where a rank's output goes; only tracebacks for the first rank, which writes to the terminal."""
     return folder / LOGS_FOLDER / f"rank-{dp_rank}.log"
 
 
 def _report(error: Exception) -> None:
-    ours = isinstance(error, RaggedRightError)
-    message = str(error) if ours else f"{type(error).__name__}: {error}"
+    is_ours = isinstance(error, RaggedRightError)
+    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     if file := os.environ.get(ERROR_VARIABLE):
-        Path(file).write_text(json.dumps({"ours": ours, "message": message, "time": time.time()}))
-    elif ours:  # started by torchrun
+        Path(file).write_text(json.dumps({"is_ours": is_ours, "message": message, "time": time.time()}))
+    elif is_ours:  # started by torchrun
         print(f"raggedright: {message}", file=sys.stderr)
 
 
 def end_with_launcher() -> None:
-    """Have Linux end this process when the launcher dies, however it does: no rank is to train on unseen."""
+    """Have Linux end this process when the launcher dies, in whatever way: no rank may train unattended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER_VARIABLE)

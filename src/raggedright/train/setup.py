@@ -1,14 +1,20 @@
-"""All that a rank needs to train, made from the config before the first round: whatever is wrong shows here.
+"""Everything that a rank needs to train, made from the config before the first round, so errors show here.
 
-Invariants: nothing here depends on the rank but for its shards and its device, so that all ranks begin with the same
-weights; the engine samples from the actor's weights, its own module or a whole copy of a sharded one.
+Invariants: nothing here depends on the rank except its shards and its device, so all ranks start with the same weights;
+the engine samples from the actor's weights: the actor's module, or an unsharded copy of it.
+
+Engines and stores are plug-ins. `rollout.engine` is "local" or "module:attribute": a callable that takes an
+`EngineContext` and the options of `rollout.engine_options`, and returns an `Engine`. `store.backend` may be
+"module:attribute" too: a callable that takes a `StoreContext` and `store.options`, and returns a `Store`.
 """
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 from torch import Tensor, nn
@@ -23,8 +29,8 @@ from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
 from raggedright.files import write_file
 from raggedright.plan.layout import Layout
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import Engine, EngineContext, Sampling
+from raggedright.plugins import check_options, find_plugin
+from raggedright.rollout.engine import Engine, EngineContext, Sampling
 from raggedright.store.memory import MemoryStore
 from raggedright.store.protocol import Store
 from raggedright.store.sqlite import SqliteStore
@@ -37,15 +43,24 @@ from raggedright.tensors.parallel import shard
 from raggedright.tensors.routing import find_routers
 from raggedright.tensors.row_tokens import tensor_of
 from raggedright.tensors.tree import even_tokens_of
-from raggedright.train.experts import ActorExperts, actor_experts
-from raggedright.train.eyes import load_vision
-from raggedright.train.models import load_actor, load_critic, load_tokenizer, stop_ids
-from raggedright.train.optimizer import Learner
-from raggedright.train.passes import computing
-from raggedright.train.prompts import PromptSequence, load_prompts
+from raggedright.train.load_models import load_actor, load_critic, load_tokenizer, stop_ids
+from raggedright.train.round_prompts import PromptSequence, load_prompts
+from raggedright.train.update import ActorExperts, Learner, actor_experts, mixed_precision
+from raggedright.train.vision_models import load_vision
 from raggedright.train.world import TrainError, World
 
 ROWS_FILE, RUN_ID_FILE = "rows.db", "run_id"
+SHIPPED_ENGINES = {"local": "raggedright.rollout.local_engine:LocalEngine"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreContext:
+    """What a store of the user's is made with, on every rank."""
+
+    folder: Path  # the run folder, which all ranks share
+    run: str  # an id that stays the same when the run is resumed
+    dp_rank: int
+    dp_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,13 +70,13 @@ class Setup:
     config: Config
     world: World
     tokenizer: PreTrainedTokenizerBase
-    vision: Vision | None  # what agents need for images, of a vision-language model
+    vision: Vision | None  # what agents need for images, with a vision-language model
     prompts: PromptSequence
     eval_tasks: Tasks
     actor: Learner
     reference: nn.Module | None
     critic: Learner | None
-    whole: nn.Module  # the actor unsharded: itself, or the engine's copy
+    full_model: nn.Module  # the unsharded actor: itself, or the engine's copy
     experts: ActorExperts | None
     engine: Engine
     runner: Runner
@@ -69,7 +84,7 @@ class Setup:
     collator: Collator
 
     def layout(self, round: int) -> Layout:
-        """The planner's settings in a round, with room for the image that a micro-batch without one takes along."""
+        """The planner's settings in a round, with room for the image that is added to a micro-batch without one."""
         layout = self.config.layout(round)
         if layout.micro_batch_tokens is None:
             return replace(layout, min_row_tokens=self.collator.min_row_tokens)
@@ -77,17 +92,17 @@ class Setup:
         return replace(layout, micro_batch_tokens=tokens, min_row_tokens=self.collator.min_row_tokens)
 
     def close(self) -> None:
-        """Let go of engine and store."""
+        """Release engine and store."""
         self.engine.close()
         self.store.close()
 
     def publish_weights(self, version: int) -> None:
         """Give the engine the actor's weights."""
-        self.engine.update_weights(whole_weights(self.actor.model), version=version)
+        self.engine.update_weights(full_weights(self.actor.model), version=version)
 
 
 def set_up(config: Config, world: World) -> Setup:
-    """Make everything; every rank makes the same, but for its share of a sharded model."""
+    """Make everything; every rank makes the same, except for its shard of a sharded model."""
     tokenizer = load_tokenizer(config.model)
     agent = load_agent(config.agent.name, config.agent.options)
     prompts, eval_tasks = load_prompts(config)
@@ -98,18 +113,19 @@ def set_up(config: Config, world: World) -> Setup:
         reference = _place(copy.deepcopy(actor).requires_grad_(False), config, world)
     token_id = padding_token_id(tokenizer)
     sharded = config.parallel.shard == "fsdp2"
-    whole = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
+    full_model = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
     experts = actor_experts(actor, config.experts)
-    engine = LocalEngine(
+    engine = make_engine(
+        config,
         EngineContext(
-            model=whole,
+            model=full_model,
             tokenizer=tokenizer,
             pad_token_id=token_id,
             max_batch_rows=config.rollout.max_batch_rows,
             shared=not sharded,
             kept_bytes=config.rollout.kept_mib << 20,
-            routers=find_routers(whole) if experts else None,
-        )
+            routers=find_routers(full_model) if experts else None,
+        ),
     )
     filler = image_filler(actor.config) if vision else None
     collator = Collator(
@@ -121,18 +137,18 @@ def set_up(config: Config, world: World) -> Setup:
         image_filler=filler,
     )
     if collator.how == "tree" and (vision or experts):
-        more, remedy = ("images", "") if vision else ("experts", ", or experts.replay to false and balance_coef to 0")
-        raise ConfigError(f"train.collate is tree and the model has {more}; set it to packed or padded{remedy}")
+        parts, remedy = ("images", "") if vision else ("experts", ", or experts.replay to false and balance_coef to 0")
+        raise ConfigError(f"train.collate is tree and the model has {parts}; set it to packed or padded{remedy}")
     settings = rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens, collator)
     row_tokens = settings.max_row_tokens
     most_tokens = config.most_tokens(row_tokens)
-    with computing(config.model, world):
-        check_packs(whole, collator, row_tokens=row_tokens, micro_batch_tokens=most_tokens)
+    with mixed_precision(config.model, world):
+        check_packs(full_model, collator, row_tokens=row_tokens, micro_batch_tokens=most_tokens)
     critic = None
     if config.has_critic:
         model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed).to(world.device)
         _check_vocabulary(config, model, actor, len(tokenizer))
-        with computing(config.model, world):
+        with mixed_precision(config.model, world):
             check_packs(model, collator, row_tokens=row_tokens, micro_batch_tokens=most_tokens, key="critic")
         critic = Learner("critic", _place(model, config, world), config.critic, world)
     return Setup(
@@ -145,16 +161,10 @@ def set_up(config: Config, world: World) -> Setup:
         actor=Learner("actor", _place(actor, config, world), config.optimizer, world),
         reference=reference,
         critic=critic,
-        whole=whole,
+        full_model=full_model,
         experts=experts,
         engine=engine,
-        runner=Runner(
-            agent=agent,
-            engine=engine,
-            tokenizer=tokenizer,
-            settings=settings,
-            vision=vision,
-        ),
+        runner=Runner(agent=agent, engine=engine, tokenizer=tokenizer, settings=settings, vision=vision),
         store=open_store(config, world),
         collator=collator,
     )
@@ -162,27 +172,27 @@ def set_up(config: Config, world: World) -> Setup:
 
 def _check_vocabulary(config: Config, critic: nn.Module, actor: nn.Module, num_tokens: int) -> None:
     """Refuse a critic that has no embedding for tokens that the actor knows."""
-    of_critic, of_actor = vocabulary_size(critic), vocabulary_size(actor)
-    if of_critic is not None and of_critic < min(of_actor or num_tokens, num_tokens):
+    critic_size, actor_size = vocabulary_size(critic), vocabulary_size(actor)
+    if critic_size is not None and critic_size < min(actor_size or num_tokens, num_tokens):
         raise ConfigError(
-            f"critic.path is {config.critic.path}: its vocabulary has {of_critic:,} ids and the actor's tokenizer "
+            f"critic.path is {config.critic.path}: its vocabulary has {critic_size:,} ids and the actor's tokenizer "
             f"{num_tokens:,}; use a critic of the same tokenizer"
         )
 
 
 def rollout_settings(config: Config, stops: frozenset[int], context_tokens: int, collator: Collator) -> RolloutSettings:
-    """The runner's numbers."""
+    """The runner's settings."""
     rollout = config.rollout
     longest, budget = rollout.max_row_tokens, config.row_budget
     if budget is not None and collator.image_filler is not None:
-        most = budget
-        budget = most - collator.filler_tokens(most)
-        if budget < max(longest or 0, collator.min_row_tokens):
+        filler_tokens = collator.filler_tokens(budget)
+        if budget - filler_tokens < max(longest or 0, collator.min_row_tokens):
             raise ConfigError(
-                f"train.micro_batch_tokens is {most:,}, of which {most - budget:,} are for the image that a "
-                f"micro-batch without one takes along, and a row may have {longest or collator.min_row_tokens:,}; "
+                f"train.micro_batch_tokens is {budget:,}, of which {filler_tokens:,} are for the image that is added "
+                f"to a micro-batch without one, and a row may have {longest or collator.min_row_tokens:,}; "
                 "raise the first"
             )
+        budget -= filler_tokens
     if longest is None:
         longest = min(context_tokens, budget or context_tokens)
     if longest > context_tokens:
@@ -206,22 +216,72 @@ def rollout_settings(config: Config, stops: frozenset[int], context_tokens: int,
     )
 
 
-def open_store(config: Config, world: World) -> Store:
-    """The run's store; on TransferQueue a rank attaches to what the driver has started."""
-    match config.store_backend:
-        case "memory":
-            return MemoryStore()
-        case "transfer_queue":
-            from raggedright.train.ray_store import attach_store  # needs Ray
+def make_engine(config: Config, context: EngineContext) -> Engine:
+    """The engine that the config names."""
+    name, options = config.rollout.engine, config.rollout.engine_options
+    engine = find_engine(config)(context, **options)
+    return cast(Engine, _checked(engine, Engine, f"rollout.engine is {name!r}"))
 
-            return attach_store(config, world)
-        case _:
-            run = world.from_first(run_id(config.out) if world.is_first else None)
-            return SqliteStore(config.out / ROWS_FILE, run=run)
+
+def open_store(config: Config, world: World) -> Store:
+    """The run's store; with TransferQueue a rank attaches to the one that the driver has started."""
+    backend = config.store_backend
+    if backend == "memory":
+        return MemoryStore()
+    if backend == "transfer_queue":
+        from raggedright.train.ray_rank import attach_store  # needs Ray
+
+        return attach_store(config, world)
+    run = world.from_first(run_id(config.out) if world.is_first else None)
+    if backend == "sqlite":
+        return SqliteStore(config.out / ROWS_FILE, run=run)
+    context = StoreContext(folder=config.out, run=run, dp_rank=world.dp_rank, dp_size=world.dp_size)
+    store = find_store(config)(context, **config.store.options)
+    return cast(Store, _checked(store, Store, f"store.backend is {backend!r}"))
+
+
+def find_engine(config: Config) -> Callable[..., object]:
+    """The engine that the config names, not made yet; a ConfigError for a wrong name or option."""
+    rollout = config.rollout
+    engine = find_plugin(rollout.engine, SHIPPED_ENGINES, key="rollout.engine")
+    return _factory(rollout.engine, engine, rollout.engine_options, "rollout.engine", "rollout.engine_options")
+
+
+def find_store(config: Config) -> Callable[..., object]:
+    """The store of the user's that the config names, not opened yet; a ConfigError for a wrong name or option."""
+    backend = config.store.backend
+    store = find_plugin(backend, {}, key="store.backend")
+    return _factory(backend, store, config.store.options, "store.backend", "store.options")
+
+
+def _factory(
+    name: str, plugin: object, options: Mapping[str, object], key: str, options_key: str
+) -> Callable[..., object]:
+    """The plug-in, if it can be called with a context and these options."""
+    if not callable(plugin):
+        kind = type(plugin).__name__
+        raise ConfigError(f"{key} is {name!r}, a {kind} that cannot be called; it takes a class or a function")
+    check_options(plugin, 1, name=name, options=options, key=options_key)
+    try:
+        signature(plugin).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"{key} is {name!r}: {error}; it is called with a context and {options_key}") from None
+    return plugin
+
+
+def _checked(plugin: object, protocol: type, setting: str) -> object:
+    """The plug-in, if it has everything that the protocol names."""
+    names = [name for name in vars(protocol) if not name.startswith("_")]
+    if missing := [name for name in names if not hasattr(plugin, name)]:
+        raise ConfigError(
+            f"{setting}, which made a {type(plugin).__name__} without {', '.join(missing)}; "
+            f"give it what raggedright's {protocol.__name__} has"
+        )
+    return plugin
 
 
 def run_id(folder: Path) -> str:
-    """The id of the run in a folder, made when it is first asked for: what belongs to another run is refused by it."""
+    """The id of the run in a folder, made at the first call: rows of another run are refused by it."""
     file = folder / RUN_ID_FILE
     if not file.exists():
         write_file(file, f"{uuid4().hex}\n".encode())
@@ -234,8 +294,8 @@ def run_id(folder: Path) -> str:
     return text
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by name, gathered where it is sharded; then every rank must take all of them."""
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by name, gathered if it is sharded; then every rank must iterate over all of them."""
     for name, weight in model.state_dict().items():
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 

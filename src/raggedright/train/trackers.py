@@ -1,10 +1,10 @@
-"""Trackers: where a run's metrics are sent besides its events. TensorBoard, Weights & Biases, MLflow, or your own.
+"""Trackers: where metrics are sent in addition to the events. TensorBoard, Weights & Biases, MLflow, or your own.
 
 A tracker is chosen in `logging.trackers` by a short name or by "module:attribute": a class, or a function that returns
 an object with the methods of `Tracker`. It is called with a `TrackedRun` and the options of
 `logging.tracker_options.NAME`. Only the first rank has trackers.
 
-Invariant: a tracker cannot end a run. One that raises is warned of once, and is not called again.
+Invariant: a tracker cannot end a run. If one raises, there is one warning, and it is not called again.
 """
 
 import os
@@ -26,7 +26,7 @@ SHIPPED_TRACKERS = {
     "mlflow": "raggedright.train.trackers:Mlflow",
 }
 PACKAGES = {"tensorboard": ("tensorboard", "train"), "wandb": ("wandb", "wandb"), "mlflow": ("mlflow", "mlflow")}
-MOST_PARAMETERS, MOST_CHARACTERS = 100, 500  # of one MLflow request, and of one parameter's value
+MAX_PARAMETERS, MAX_CHARACTERS = 100, 500  # of one MLflow request, and of one parameter's value
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Wandb:
         init: Callable[..., wandb.Run] = wandb.init
         arguments = {"id": run.id, "name": run.name, "dir": str(run.folder), "resume": "allow", "settings": settings}
         self._run = init(project=project, config=dict(run.config), **{**arguments, **options})
-        # Rounds after the last checkpoint are logged again when a run is resumed, and wandb's own steps only increase.
+        # A resumed run logs the rounds after its last checkpoint again, and wandb's own step can only increase.
         self._run.define_metric("*", step_metric="round")
 
     def log(self, metrics: Mapping[str, float], round: int) -> None:
@@ -118,9 +118,9 @@ class Mlflow:
             return
         tags = {"raggedright_run": run.id}
         self._run_id = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
-        parameters = [Param(name, str(value)[:MOST_CHARACTERS]) for name, value in _flat(run.config).items()]
-        for first in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(self._run_id, params=parameters[first : first + MOST_PARAMETERS])
+        parameters = [Param(name, str(value)[:MAX_CHARACTERS]) for name, value in _flat(run.config).items()]
+        for first in range(0, len(parameters), MAX_PARAMETERS):
+            self._client.log_batch(self._run_id, params=parameters[first : first + MAX_PARAMETERS])
 
     def log(self, metrics: Mapping[str, float], round: int) -> None:
         """One value per metric, with the round as its step."""
@@ -174,7 +174,7 @@ def check_trackers(config: Config) -> None:
     options = config.logging.tracker_options
     if unknown := [name for name in options if name not in config.logging.trackers]:
         raise ConfigError(
-            f"logging.tracker_options.{unknown[0]} is given and logging.trackers is {[*config.logging.trackers]}; "
+            f"logging.tracker_options.{unknown[0]} is set and logging.trackers is {[*config.logging.trackers]}; "
             f"add {unknown[0]!r} to it, or remove the options"
         )
     for name in config.logging.trackers:

@@ -1,4 +1,4 @@
-"""The ranks of a run as one of them sees them: who it is, and the few things that all do together.
+"""The ranks of a run as one of them sees them: its number, and the collective operations.
 
 With one rank there is no process group and nothing is sent. Every rank calls these in the same order.
 """
@@ -21,11 +21,11 @@ from raggedright.errors import ConfigError, RaggedRightError
 
 T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "RAGGEDRIGHT_RENDEZVOUS"  # the file through which local ranks find each other
-PATIENCE = 1800.0  # seconds beyond the longest rollout that ranks wait for each other
+EXTRA_WAIT_SECONDS = 1800.0  # ranks wait for each other this much longer than the longest rollout
 
 
 class TrainError(RaggedRightError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class World:
         return self.dp_rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of a list that all have. Neighbours stay together: sessions of a prompt begin alike."""
+        """This rank's part of a list that all ranks have. Neighbours stay together: sessions of a prompt share it."""
         first, last = (len(items) * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
         return items[first:last]
 
@@ -58,7 +58,7 @@ class World:
         return values
 
     def from_first(self, value: T | None) -> T:
-        """What the first rank gives; the others give None."""
+        """The value of the first rank; the others pass None."""
         box = [value]
         if self.dp_size > 1:
             dist.broadcast_object_list(box, src=0)
@@ -66,34 +66,34 @@ class World:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """What each rank gives, by rank."""
+        """The values of all ranks, by rank."""
         if self.dp_size == 1:
             return [value]
         values: list[T | None] = [None] * self.dp_size
         dist.all_gather_object(values, value)
-        return [each for each in values if each is not None]
+        return [value for value in values if value is not None]
 
     def any(self, value: bool) -> bool:
-        """Whether it holds on some rank."""
+        """Whether the value is true on any rank."""
         return bool(self.sum(torch.tensor([float(value)], device=self.device)).item())
 
     def check_same(self, value: str, what: str) -> None:
-        """An error on every rank, unless all give the same."""
+        """An error on every rank unless all have the same value."""
         values = self.gather(value)
         if len({*values}) > 1:
-            given = ", ".join(f"rank {rank}: {each[:12]}" for rank, each in enumerate(values))
-            raise TrainError(f"ranks disagree on {what} ({given}); please report this with the run folder")
+            by_rank = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in enumerate(values))
+            raise TrainError(f"ranks disagree on {what} ({by_rank}); please report this with the run folder")
 
     def leave(self) -> None:
-        """End the process group."""
+        """Leave the process group."""
         if self.dp_size > 1:
             dist.destroy_process_group()
 
 
 def join_world(config: Config, cuda: torch.device | None = None) -> World:
-    """This process as a rank, in the process group that is there or that its launcher's environment describes.
+    """This process as a rank, in the existing process group or the one that its launcher's environment describes.
 
-    `cuda` is the device that a launcher chose; otherwise the rank's number on its machine says which.
+    `cuda` is the device that a launcher chose; otherwise the local rank decides.
     """
     parallel = config.parallel
     has_cuda = torch.cuda.is_available()
@@ -114,37 +114,35 @@ def join_world(config: Config, cuda: torch.device | None = None) -> World:
 
 
 def _form_group(config: Config, backend: str) -> None:
-    """The process group: through a file that the local launcher named, or as torchrun's environment says."""
+    """Form the process group through a file that the local launcher named, or as torchrun's environment says."""
     timeout = group_timeout(config)
     if file := os.environ.get(RENDEZVOUS_VARIABLE):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store, _, _ = next(rendezvous(f"file://{file}", rank, size))
     else:
         shared, rank, size = next(rendezvous("env://", timeout=timeout))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store still has the last one's addresses
+        attempt = os.environ.get(
+            "TORCHELASTIC_RESTART_COUNT", "0"
+        )  # its store still has the addresses of the attempt before
         store = PrefixStore(f"attempt {attempt}", shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def group_timeout(config: Config) -> timedelta:
-    """How long ranks wait for each other."""
-    return timedelta(seconds=_longest_rollout(config) + PATIENCE)
+    """How long ranks wait for each other: until the sessions of every rank have certainly ended, and then some."""
+    rollout = config.rollout
+    sessions_per_rank = -(-config.train.batch_size * rollout.n // config.parallel.dp)
+    longest_rollout = rollout.timeout * rollout.attempts * -(-sessions_per_rank // rollout.concurrency)
+    return timedelta(seconds=longest_rollout + EXTRA_WAIT_SECONDS)
 
 
 def loopback() -> str:
-    """The name of the interface that reaches this machine alone."""
+    """The name of the loopback interface, which only this machine can reach."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def num_threads(config: Config) -> int:
-    """CPU threads of a rank: the config's, the environment's, or the cores over the ranks."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    shared = int(given) if given.isdigit() else (os.cpu_count() or 1) // config.parallel.dp
-    return config.parallel.threads or max(1, shared)
-
-
-def _longest_rollout(config: Config) -> float:
-    """Seconds after which every rank's sessions have certainly ended."""
-    rollout = config.rollout
-    sessions_of_rank = -(-config.train.batch_size * rollout.n // config.parallel.dp)
-    return rollout.timeout * rollout.attempts * -(-sessions_of_rank // rollout.concurrency)
+    """CPU threads of a rank: from the config, the environment, or the cores divided by the ranks."""
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    default = int(variable) if variable.isdigit() else (os.cpu_count() or 1) // config.parallel.dp
+    return config.parallel.threads or max(1, default)

@@ -1,8 +1,8 @@
 """From scores to the advantage of every token: computed on every rank over the whole round, in float64.
 
-Without a critic a session has one advantage and each of its loss tokens gets it. With gae a row's reward, its own if
-the agent gave it one and else its session's score, is on its last loss token. KL in the reward is taken off
-the session's score as its sum over the session, and off each token's reward with gae.
+Without a critic, a session has one advantage, and each of its loss tokens gets it. With gae, the last loss token of a
+row gets the row's reward: the one that the agent set for the row, or else the score of its session. KL in the reward is
+subtracted from the session's score as a sum over the session, and with gae from each token's reward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ from raggedright.errors import RowsError
 from raggedright.sessions import SessionTable
 from raggedright.tensors.gae import gae, whiten
 from raggedright.tensors.losses import kl_estimate
-from raggedright.train.passes import Flat
+
+Flat = Tensor  # over the response tokens of a round's real rows, row after row
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +44,32 @@ def token_advantages(
     if algorithm.advantages == "gae":
         lengths = table.rows.response_tokens.tolist()
         rewards = token_rewards(table, mask, penalty)
-        given = (flat.split(lengths) for flat in (rewards, tokens["values"], mask))
-        advantages, returns = map(_flat, gae(*given, gamma=algorithm.gamma, lam=algorithm.lam))
+        by_row = (flat.split(lengths) for flat in (rewards, tokens["values"], mask))
+        advantages, returns = map(_flat, gae(*by_row, gamma=algorithm.gamma, lam=algorithm.lam))
         _check_size(table, advantages, returns)
         metrics |= _token_means({"critic/advantages": advantages, "critic/returns": returns}, mask)
         if algorithm.whiten:
             advantages = _flat(whiten(advantages.split(lengths), mask.split(lengths)))
         return TokenAdvantages(advantages, returns, metrics)
     if penalty is not None:
-        scores = _less_penalty(scores, table, penalty)
-    of_session = session_advantages(scores, algorithm.advantages, std=algorithm.std)
-    of_row = broadcast_to_rows(of_session, scores, table.rows)
-    of_token = torch.from_numpy(np.repeat(of_row, table.rows.response_tokens)).to(tokens["old_log_probs"].dtype)
-    advantages = torch.where(mask, of_token, 0.0)
+        scores = _minus_penalty(scores, table, penalty)
+    by_session = session_advantages(scores, algorithm.advantages, std=algorithm.std)
+    by_row = np.repeat(broadcast_to_rows(by_session, scores, table.rows), table.rows.response_tokens)
+    advantages = torch.where(mask, torch.from_numpy(by_row).to(tokens["old_log_probs"].dtype), 0.0)
     _check_size(table, advantages)
     return TokenAdvantages(advantages, None, metrics | _token_means({"critic/advantages": advantages}, mask))
 
 
 def token_rewards(table: SessionTable, mask: Flat, penalty: Flat | None) -> Flat:
-    """A row's reward, its own or its session's score, on its last loss token, less the penalty of each token."""
-    own = table.row_columns["reward"]
-    reward = np.where(np.isnan(own), table.score[table.session_of_row], own)
+    """Each row's reward, or its session's score, on the last loss token of the row, minus the penalty of each token."""
+    row_reward = table.row_columns["reward"]
+    reward = np.where(np.isnan(row_reward), table.score[table.session_of_row], row_reward)
     rewards = torch.zeros(len(mask), dtype=torch.float64)
     start = 0
-    for of_row, value in zip(mask.split(table.rows.response_tokens.tolist()), reward.tolist(), strict=True):
-        if of_row.any():
-            rewards[start + int(of_row.nonzero().max())] = value
-        start += len(of_row)
+    for row_mask, value in zip(mask.split(table.rows.response_tokens.tolist()), reward.tolist(), strict=True):
+        if row_mask.any():
+            rewards[start + int(row_mask.nonzero().max())] = value
+        start += len(row_mask)
     return rewards if penalty is None else rewards - penalty
 
 
@@ -79,17 +79,16 @@ def _penalty(config: Config, tokens: Mapping[str, Flat], mask: Flat) -> Flat:
     return config.reference.coef * kl_estimate(log_ratio, config.reference.estimator)
 
 
-def _less_penalty(scores: Scores, table: SessionTable, penalty: Flat) -> Scores:
-    """Each session's score less the penalties of all its rows."""
+def _minus_penalty(scores: Scores, table: SessionTable, penalty: Flat) -> Scores:
+    """Each session's score minus the penalties of all its rows."""
     rows = table.rows
-    of_token = np.repeat(rows.session_index, rows.response_tokens)
-    by_session = np.bincount(of_token, weights=penalty.numpy(), minlength=rows.num_sessions)
-    names = dict(zip(zip(rows.prompt.tolist(), rows.session.tolist(), strict=True), rows.session_index, strict=True))
-    less = []
-    for prompt, session, score in zip(scores.prompt, scores.session, scores.score, strict=True):
-        index = names.get((prompt, int(session)))
-        less.append(score - (0.0 if index is None else by_session[index]))
-    return Scores.from_columns(prompt=scores.prompt, session=scores.session, score=less)
+    session_of_token = np.repeat(rows.session_index, rows.response_tokens)
+    by_session = np.bincount(session_of_token, weights=penalty.numpy(), minlength=rows.num_sessions)
+    keys = zip(rows.prompt.tolist(), rows.session.tolist(), strict=True)
+    penalties = {key: by_session[index] for key, index in zip(keys, rows.session_index, strict=True)}
+    sessions = zip(scores.prompt, scores.session, scores.score, strict=True)
+    reduced = [score - penalties.get((prompt, int(session)), 0.0) for prompt, session, score in sessions]
+    return Scores.from_columns(prompt=scores.prompt, session=scores.session, score=reduced)
 
 
 def _check_size(table: SessionTable, *flats: Flat) -> None:

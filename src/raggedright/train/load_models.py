@@ -1,7 +1,7 @@
-"""Models of a run: the actor, its frozen reference, the critic, and the tokenizer.
+"""Loads the models of a run: actor, critic and tokenizer.
 
-Weights that are made on the spot depend on the seed alone. Models are in evaluation mode always, training included:
-dropout and routers' noise would give the same row other log-probs in every micro-batch.
+Randomly initialised weights depend on the seed alone. Models are always in evaluation mode, also while they train:
+dropout and router noise would give the same row different log-probs in every micro-batch.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
 from raggedright.tensors.media import has_vision
-from raggedright.train.eyes import MADE_TOKENS, check_family, made_values, with_value_head
+from raggedright.train.vision_models import MADE_TOKENS, check_family, made_values, with_value_head
 
 EOS, PAD = "<eos>", "<pad>"
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """The model directory's tokenizer, or one of single characters."""
+    """The tokenizer of the model directory, or one of single characters for a made model."""
     if model.path is None:
         assert model.symbols is not None
         assert model.made is not None
@@ -47,7 +47,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
 
 def make_tokenizer(symbols: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each symbol, an end of text, a padding token, and special ones."""
+    """A tokenizer with one token per symbol, an end-of-text token, a padding token, and special tokens."""
     names = [*symbols, EOS, PAD]
     if len(set(names)) < len(names):
         raise ConfigError(f"model.symbols is {symbols!r}: a symbol is in it twice")
@@ -67,7 +67,7 @@ def load_actor(model: Model, tokenizer: PreTrainedTokenizerBase, *, seed: int) -
 
 
 def load_critic(model: Model, path: str | None, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> nn.Module:
-    """A model with one output per token, on the CPU: of `path`, or of the actor's model with a new head."""
+    """A model with one output per token, on the CPU: from `path`, or the actor's model with a new head."""
     key = "model.path"
     if path is not None:
         key = "critic.path"
@@ -81,10 +81,10 @@ def load_critic(model: Model, path: str | None, tokenizer: PreTrainedTokenizerBa
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a reply: the tokenizer's end of text, and what the model's own generation settings add."""
+    """The tokens that end a reply: the tokenizer's end of text, and those of the model's generation config."""
     settings = getattr(model, "generation_config", None)
-    given = (getattr(tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None))
-    return frozenset(i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+    eos_ids = (getattr(tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None))
+    return frozenset(i for ids in eos_ids for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
 
 
 def _check_folder(key: str, path: str) -> None:
@@ -108,7 +108,7 @@ def _model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> Pretraine
             raise ConfigError(f"model.made: transformers refuses it ({cause})") from None
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
-        text.output_router_logits = False  # transformers' balance loss, a mean over whatever is in a micro-batch
+        text.output_router_logits = False  # transformers' balance loss is a mean over a micro-batch
     if has_vision(config):
         check_family(config)
     if model.dtype == "float64":
@@ -125,40 +125,40 @@ def _load(
     key: str = "model.path",
 ) -> nn.Module:
     torch.manual_seed(seed)
-    # transformers casts to bfloat16, because it leaves rotary frequencies in float32, as other engines have them.
+    # transformers does the cast to bfloat16: it keeps rotary frequencies in float32, as other engines do.
     dtype, attention = getattr(torch, model.dtype), model.attention
     try:
         if path is None:
-            drawn = torch.float32 if model.dtype == "float64" else dtype  # the same weights in both
-            loaded = kind.from_config(config, dtype=drawn, attn_implementation=attention)
+            made_dtype = torch.float32 if model.dtype == "float64" else dtype  # the same weights in both
+            loaded = kind.from_config(config, dtype=made_dtype, attn_implementation=attention)
         else:
             loaded = kind.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:
         cause = str(error).splitlines()[0]
-        given = f"{key} is {path}" if path else "model.made"
+        source = f"{key} is {path}" if path else "model.made"
         if "ignore_mismatched_sizes" in cause:
-            cause = "weights of other shapes than the model's: is its head one of several outputs per token?"
+            cause = "its weights have other shapes than the model's: does its head have several outputs per token?"
         if "does not support an attention implementation" in cause or "does not support Flash Attention" in cause:
             raise ConfigError(
-                f"{given}: model type {config.model_type!r} has no {model.attention} attention; "
+                f"{source}: model type {config.model_type!r} has no {model.attention} attention; "
                 "set model.attention = 'eager'"
             ) from None
-        raise ConfigError(f"{given}: transformers cannot load it as {kind.__name__} ({cause})") from None
+        raise ConfigError(f"{source}: transformers cannot load it as {kind.__name__} ({cause})") from None
     if model.dtype == "float64":
-        nn.Module.to(loaded, dtype)  # frequencies and what families keep in float32 too
+        nn.Module.to(loaded, dtype)  # including frequencies and other parts that families keep in float32
     loaded.eval()
     if model.activation_checkpointing and not checkpoint_layers(loaded):
         raise ConfigError(
             f"model.activation_checkpointing is true and model type {config.model_type!r} has no layers that "
-            "transformers can compute again; set it to false"
+            "transformers can recompute; set it to false"
         )
     return loaded
 
 
 def checkpoint_layers(model: nn.Module) -> int:
-    """Compute the layers' activations again in the backward pass; returns how many layers do so.
+    """Recompute the activations of layers in the backward pass; returns the number of such layers.
 
-    transformers does this in training mode only, where every family's own kinds of dropout and noise are live.
+    transformers does this in training mode only, in which dropout and noise are active.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:

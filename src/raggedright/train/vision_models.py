@@ -1,10 +1,10 @@
-"""Vision-language models of a run: which families, their processor, and what one made on the spot needs.
+"""Vision-language models: the supported families, their processor, and the config of one that is made from scratch.
 
 The families are those whose images are pixel_values and image_grid_thw and whose positions have three axes. Both
-collations are exact for them; a family beyond them is refused before the first round, whatever the collation.
+collations are exact for them; any other family is refused before the first round.
 
-The surprise: the processor is the family's own class without its video half, which transformers cannot make without
-torchvision. Images are resized by Pillow on every machine, so that a run's pixels do not depend on what is installed.
+Note: the processor is the family's class without its video part, which transformers cannot make without torchvision.
+Images are resized by Pillow on every machine, so the pixels of a run do not depend on what is installed.
 """
 
 import shutil
@@ -33,21 +33,21 @@ from raggedright.tensors.positions import image_positions
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MADE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _MADE_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-_LARGEST = 1280  # tokens of an image, at most
-_OTHER_FILES = ("video_preprocessor_config.json", "chat_template.json")
+_MAX_IMAGE_TOKENS = 1280
+_VIDEO_FILES = ("video_preprocessor_config.json", "chat_template.json")
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """Refuse a vision-language model whose images or positions are of another form."""
+    """Refuse a vision-language model whose images or positions have another form."""
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model: {config.model_type} reads images in a form that is not known here, so that neither collation is "
-            f"exact for its rows; take one of {', '.join(FAMILIES)}, or a model of text"
+            f"model: {config.model_type} reads images in a form that is not supported, so neither collation is exact "
+            f"for its rows; use one of {', '.join(FAMILIES)}, or a text model"
         )
 
 
 def made_values(made: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The config of a model made on the spot, with the tokenizer's numbers in their places."""
+    """The config of a model that is made from scratch, with the tokenizer's ids filled in."""
     text = made.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError("model.made has a vision_config and no text_config; give both, each a transformers config")
@@ -57,7 +57,7 @@ def made_values(made: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_vision(model: Model, tokenizer: PreTrainedTokenizerBase, actor: nn.Module) -> Vision | None:
-    """What agents need for images: none for a model of text."""
+    """What agents need for images; None for a text model."""
     config = actor.config
     assert isinstance(config, PretrainedConfig)
     if not has_vision(config):
@@ -85,16 +85,16 @@ def _image_processor(model: Model, config: PretrainedConfig) -> BaseImageProcess
             ) from None
     vision = config.vision_config
     smallest = (vision.patch_size * vision.spatial_merge_size) ** 2
-    return Qwen2VLImageProcessorPil(  # that of every family here
+    return Qwen2VLImageProcessorPil(  # all of these families use it
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
-        size={"shortest_edge": smallest, "longest_edge": smallest * _LARGEST},
+        size={"shortest_edge": smallest, "longest_edge": smallest * _MAX_IMAGE_TOKENS},
     )
 
 
 def _without_videos(family: Any) -> Any:
-    """The family's processor, of images and text alone; transformers asks its signature for the parts it has."""
+    """The family's processor for images and text only; transformers reads the parts from its signature."""
 
     def __init__(self: Any, image_processor: object, tokenizer: object, chat_template: object = None) -> None:  # noqa: N807
         family.__init__(self, image_processor, tokenizer, None, chat_template=chat_template)
@@ -103,7 +103,7 @@ def _without_videos(family: Any) -> Any:
 
 
 def _check_positions(actor: nn.Module, vision: Vision) -> None:
-    """Our positions are the model's own on a row with two images."""
+    """Refuse a model whose positions on a row with two images differ from ours."""
     base = getattr(actor, "model", None)
     assert base is not None
     merge, token = vision.merge_size, vision.image_token_id
@@ -114,13 +114,13 @@ def _check_positions(actor: nn.Module, vision: Vision) -> None:
     ours = image_positions(ids.numpy(), grids.numpy(), image_token_id=token, merge_size=merge)
     if (theirs[:, 0].numpy() != ours).any():
         raise ConfigError(
-            f"model: {type(actor).__name__} gives a row with images other positions than are known here; "
-            "this version of transformers changed them: take an older one"
+            f"model: {type(actor).__name__} computes other positions for a row with images than raggedright; "
+            "this version of transformers changed them: use an older one"
         )
 
 
 def with_value_head(model: nn.Module) -> nn.Module:
-    """The same model with one output per token, of a new head."""
+    """The same model with a new head that has one output per token."""
     assert isinstance(model, PreTrainedModel)
     old = model.get_output_embeddings()
     assert isinstance(old, nn.Linear)
@@ -131,8 +131,8 @@ def with_value_head(model: nn.Module) -> nn.Module:
 
 
 def save_vision(vision: Vision, source: str | None, folder: Path) -> None:
-    """Leave the processor beside a saved model; files of its video half are the source's."""
+    """Save the processor next to a saved model; the files of its video part are copied from the source."""
     vision.processor.save_pretrained(folder)
-    for name in _OTHER_FILES:
+    for name in _VIDEO_FILES:
         if source is not None and (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, folder / name)

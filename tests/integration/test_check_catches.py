@@ -20,7 +20,7 @@ from raggedright.check.check_inputs import find_lengths
 from raggedright.check.compare import Result, facts_of, load_case, run_case, run_half
 from raggedright.check.step_check import compare_weights, run_steps, step_cases, train_case
 from raggedright.check.verdict import sentence_of, verdicts
-from raggedright.train import advantages as trainer_advantages
+from raggedright.train import token_advantages as trainer_advantages
 from raggedright.train.world import World
 
 TEXT = {

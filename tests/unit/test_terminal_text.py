@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from raggedright.cli import main
+from raggedright.report.events import Failure, RoundEvent
 from raggedright.report.text import terminal_text
-from raggedright.train.progress import Figures, Progress
+from raggedright.train.progress import Progress
 
 HOSTILE = "p\x1b[31m\x1b]0;title\x07\x1b]8;;http://x\x1b\\\u202e\u2066\0\x9b2J\x7f\r\ud800"
 
@@ -39,10 +40,8 @@ def test_an_error_that_quotes_a_prompt_is_safe_to_print(tmp_path: Path, capsys: 
 def test_a_failure_that_is_shown_while_training_is_safe_to_print():
     out = io.StringIO()
     progress = Progress(2, console=Console(file=out, width=200))
-    figures = Figures(
-        score=0.5, rows=3, padding_rows=1, failed=1, tokens_per_second=7.0, first_failure=f"{HOSTILE}/0: {HOSTILE}"
-    )
-    progress.round(1, figures)
+    failure = Failure(prompt=HOSTILE, session=0, cause=HOSTILE)
+    progress.round(RoundEvent(round=1, rows=3, padding_rows=1, failed=(failure,)))
     progress.close()
     assert "first session that failed" in out.getvalue()
     assert is_safe(out.getvalue())

@@ -27,8 +27,7 @@ from raggedright.check.plain_losses import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, ENTRO
 from raggedright.config.load import make_config
 from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
-from raggedright.train.optimizer import Learner
-from raggedright.train.update import actor_loss, critic_loss, train_role
+from raggedright.train.update import Learner, actor_loss, critic_loss, train_role
 from raggedright.train.world import World, loopback
 
 TOLERANCE = 1e-10
@@ -95,7 +94,7 @@ def train_case(case: Case, world: World) -> dict[str, Tensor]:
     learner = Learner(role, model, config.critic if case.critic else config.optimizer, world)
     loss = (critic_loss if case.critic else actor_loss)(config, learner)
     names = CRITIC_FIELDS if case.critic else ACTOR_FIELDS
-    train_role(role, batch, learner, loss, names, config=config, round=1, world=world)
+    train_role(learner, batch, loss, names, config=config, round=1)
     after = _weights(model)
     model.load_state_dict(before, strict=False)  # cases share the model
     return after

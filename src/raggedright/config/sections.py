@@ -4,11 +4,12 @@ What one key alone decides is checked here; what several decide together is chec
 the planner's Layout where they mean the same, so that its messages name keys that are in the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from raggedright.advantages import Estimator
 from raggedright.loss_names import KlEstimator, PolicyLoss
@@ -19,6 +20,13 @@ Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+STORES = ("auto", "sqlite", "memory", "transfer_queue")
+
+
+def _check_name(name: str, names: Sequence[str]) -> str:
+    if ":" not in name and name not in names:
+        raise ValueError(f"is {name!r}, which does not exist; it takes {', '.join(names)} or 'module:attribute'")
+    return name
 
 
 class Section(BaseModel):
@@ -99,6 +107,10 @@ class Rollout(Section):
     """Maximum generations in one batch of the engine."""
     kept_mib: Whole = 1024
     """Maximum MiB per rank for the keys and values that trajectories keep between generations; 0 keeps none."""
+    engine: Annotated[str, AfterValidator(partial(_check_name, names=("local",)))] = "local"
+    """What generates tokens: local (transformers, in the rank's process) or `module:attribute`."""
+    engine_options: dict[str, object] = {}
+    """Options of an engine that is `module:attribute`."""
 
     @property
     def attempts(self) -> int:
@@ -259,8 +271,10 @@ class Evaluation(Section):
 class StoreSection(Section):
     """Where the rows of a round are kept."""
 
-    backend: Literal["auto", "sqlite", "memory", "transfer_queue"] = "auto"
-    """sqlite: a file in the run folder; memory: one rank only; transfer_queue: with ray; auto: by launcher."""
+    backend: Annotated[str, AfterValidator(partial(_check_name, names=STORES))] = "auto"
+    """sqlite (a file), memory (one rank only), transfer_queue (with ray), auto (by launcher) or `module:attribute`."""
+    options: dict[str, object] = {}
+    """Options of a store that is `module:attribute`."""
     keep_rounds: Whole = 1
     """Rounds whose rows stay in the store for inspection, besides those that a resume from a kept checkpoint needs."""
     storage_units: Count = 2

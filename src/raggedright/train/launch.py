@@ -104,7 +104,7 @@ def _run_once(config: Config) -> str | None:
 
 
 def _start(config: Config, folder: Path, dp_rank: int) -> subprocess.Popen[bytes]:
-    """Start one rank, in a session of its own, so Ctrl-C in the terminal reaches the launcher only."""
+    """Start one rank, in a new session, so Ctrl-C in the terminal reaches the launcher only."""
     environment = {
         **os.environ,
         "RANK": str(dp_rank),

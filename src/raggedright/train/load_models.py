@@ -162,7 +162,7 @@ def checkpoint_layers(model: nn.Module) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.__class__ = _checkpointed(type(layer))  # not on the module, so that it can be copied
+        layer.__class__ = _checkpointed(type(layer))  # not on the instance, so it can still be copied
     return len(layers)
 
 

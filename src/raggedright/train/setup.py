@@ -241,14 +241,14 @@ def open_store(config: Config, world: World) -> Store:
 
 
 def find_engine(config: Config) -> Callable[..., object]:
-    """The engine that the config names, not made yet; a ConfigError for a wrong name or option."""
+    """The callable that makes the config's engine; a ConfigError for a wrong name or option."""
     rollout = config.rollout
     engine = find_plugin(rollout.engine, SHIPPED_ENGINES, key="rollout.engine")
     return _factory(rollout.engine, engine, rollout.engine_options, "rollout.engine", "rollout.engine_options")
 
 
 def find_store(config: Config) -> Callable[..., object]:
-    """The store of the user's that the config names, not opened yet; a ConfigError for a wrong name or option."""
+    """The callable that opens a store of the user's; a ConfigError for a wrong name or option."""
     backend = config.store.backend
     store = find_plugin(backend, {}, key="store.backend")
     return _factory(backend, store, config.store.options, "store.backend", "store.options")

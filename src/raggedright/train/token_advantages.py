@@ -1,11 +1,11 @@
-"""From scores to the advantage of every token: computed on every rank over the whole round, in float64.
+"""From scores to the advantage of every token: computed on every rank for all rows of the round, in float64.
 
 Without a critic, a session has one advantage, and each of its loss tokens gets it. With gae, the last loss token of a
 row gets the row's reward: the one that the agent set for the row, or else the score of its session. KL in the reward is
 subtracted from the session's score as a sum over the session, and with gae from each token's reward.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,11 +45,11 @@ def token_advantages(
         lengths = table.rows.response_tokens.tolist()
         rewards = token_rewards(table, mask, penalty)
         by_row = (flat.split(lengths) for flat in (rewards, tokens["values"], mask))
-        advantages, returns = map(_flat, gae(*by_row, gamma=algorithm.gamma, lam=algorithm.lam))
+        advantages, returns = map(torch.cat, gae(*by_row, gamma=algorithm.gamma, lam=algorithm.lam))
         _check_size(table, advantages, returns)
         metrics |= _token_means({"critic/advantages": advantages, "critic/returns": returns}, mask)
         if algorithm.whiten:
-            advantages = _flat(whiten(advantages.split(lengths), mask.split(lengths)))
+            advantages = torch.cat(whiten(advantages.split(lengths), mask.split(lengths)))
         return TokenAdvantages(advantages, returns, metrics)
     if penalty is not None:
         scores = _minus_penalty(scores, table, penalty)
@@ -108,8 +108,3 @@ def _token_means(named: Mapping[str, Flat], mask: Flat) -> dict[str, float]:
     """Mean over the loss tokens of the round."""
     num_tokens = max(1, int(mask.sum()))
     return {f"{name}/mean": float(flat.double()[mask].sum()) / num_tokens for name, flat in named.items()}
-
-
-def _flat(rows: Sequence[Tensor]) -> Flat:
-    """All rows' tokens, one row after another."""
-    return torch.cat([*rows]) if rows else torch.zeros(0)

@@ -73,7 +73,7 @@ class TensorBoard:
 class Wandb:
     """A Weights & Biases run; options are those of `wandb.init`. A resumed run continues the same wandb run.
 
-    Offline (`WANDB_MODE=offline`) each start writes a folder of its own; `wandb sync` joins them by the run's id.
+    Offline (`WANDB_MODE=offline`) each start writes a separate folder; `wandb sync` joins them by the run's id.
     """
 
     def __init__(self, run: TrackedRun, project: str = "raggedright", **options: object) -> None:
@@ -91,7 +91,7 @@ class Wandb:
         self._run.log({"round": round, **metrics})
 
     def close(self) -> None:
-        """Finish the run, so that it can be resumed."""
+        """Finish the run; it can be resumed."""
         self._run.finish()
 
 

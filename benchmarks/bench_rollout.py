@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import EngineContext, Request, Sampling
+from raggedright.rollout.engine import EngineContext, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 from raggedright.rollout.sampling import noise_key
 
 

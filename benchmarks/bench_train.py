@@ -195,7 +195,7 @@ def beside_trl(work: Path, *, blocks: int, rounds: int) -> None:
 def make_model(folder: Path) -> None:
     """The verification run's initial model, in a folder that both programs read."""
     from raggedright.config.load import load_config
-    from raggedright.train.models import load_actor, load_tokenizer
+    from raggedright.train.load_models import load_actor, load_tokenizer
 
     config = load_config(ROOT / "configs/compaction.toml")
     tokenizer = load_tokenizer(config.model)

@@ -9,8 +9,8 @@ block includes the waiting time and does not count.
 import asyncio
 from pathlib import Path
 
-from raggedright.agents.compaction import compact
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
+from raggedright.agents.digits import compact
 
 LOOK_SECONDS = 0.2
 

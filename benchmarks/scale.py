@@ -23,7 +23,7 @@ import torch
 from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object  # what all_gather_object sends
 
 from raggedright import Layout, Rows, close_ledger, make_plan
-from raggedright.plan.deal import lcm_multiple
+from raggedright.plan.assign import lcm_multiple
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
 from raggedright.store.sqlite import SqliteStore
 from raggedright.train.passes import TokenTable
@@ -226,10 +226,10 @@ TABLE = (
     "`train/passes.py`",
     "a smaller `train.batch_size` and more rounds; your own loop only has to exchange scores, not tokens (GRPO, RLOO)",
 )
-HELD = ("the session table: 4 GB per rank", "`train/round.py`", "the same")
+HELD = ("the session table: 4 GB per rank", "`train/train_round.py`", "the same")
 SECONDS = (
     "reading the session table, plan, digest, ledger: 30 s on every rank",
-    "`train/round.py`",
+    "`train/train_round.py`",
     "plan on one rank and send each rank its part; the plan is a pure function, so only the digest must agree",
 )
 

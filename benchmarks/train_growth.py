@@ -16,11 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import raggedright.train.clock as clocks
+import raggedright.train.train_round as clocks
 from raggedright.config.load import load_config
-from raggedright.train.clock import Clock
-from raggedright.train.round import sample_round, train_round
 from raggedright.train.setup import Setup, set_up
+from raggedright.train.train_round import Clock, sample_round, train_round
 from raggedright.train.world import World
 from train_tasks import ROOT, write_config
 

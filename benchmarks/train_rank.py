@@ -14,10 +14,10 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from raggedright.agents.recorder import SessionRecorder
+from raggedright.agents.runner import SessionRecorder
 from raggedright.train.rank import run_rank
 from raggedright.train.record import RunRecorder
-from raggedright.train.round import RoundResult
+from raggedright.train.train_round import RoundResult
 from train_gate import Gate
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tomli_w
 
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 from trl_prompts import COMPLETION, LEARNING_RATE, SYMBOLS, prompt_text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,11 +8,10 @@ from enum import Enum
 from importlib import import_module
 from typing import get_args
 
-from raggedright.advantages import Estimator
+from raggedright.advantages import Estimator, KlEstimator, PolicyLoss
 from raggedright.ledger import State
-from raggedright.loss_names import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
-from raggedright.plan.plan import Role
+from raggedright.plan.planner import Role
 
 HEAD = """\
 # The library
@@ -52,7 +51,7 @@ PARTS = {
 }  # fmt: skip
 
 
-FOR_THE_RUNNER = ("check_open", "end", "let_go", "row", "rows")  # methods of Session and Trajectory that may change
+FOR_THE_RUNNER = ("check_open", "end", "release", "row", "rows")  # methods of Session and Trajectory that may change
 
 
 def page() -> str:

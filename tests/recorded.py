@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raggedright.sessions import TOKEN_FIELDS, Session, Trajectory
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 
 
 def recorded_sessions(store: Store, *rounds: int) -> list[Session]:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from raggedright.check.models import leave_out_casts
+from raggedright.check.check_inputs import leave_out_casts
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
 from raggedright.tensors import Collator, forward_log_probs
-from raggedright.tensors.packs import check_packs, measure, probe_lengths
+from raggedright.tensors.row_independence import check_packs, measure, probe_lengths
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HOWS: tuple[Collate, ...] = ("packed", "tree", "padded")
@@ -222,7 +222,7 @@ _HEAD = """# Supported models
 
 Whether a row has the same log-probs and the same gradient in every micro-batch depends on the model family and on
 `train.collate`. `raggedright train` measures this before the first round, for the actor and for the critic, and refuses
-a collation that is not exact (`check_packs` in `tensors/packs.py`). It checks:
+a collation that is not exact (`check_packs` in `tensors/row_independence.py`). It checks:
 
 - **Rows that attend to each other or to later tokens.** The gradient of a row's outputs with respect to the embeddings
   of other rows, and of later tokens of the same row, must be exactly zero. The test rows are longer than the windows,

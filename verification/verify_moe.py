@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from curves import draw
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import EngineContext, Generation, Request, Sampling
+from raggedright.rollout.engine import EngineContext, Generation, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 from raggedright.rows import Rows
 from raggedright.store.sqlite import SqliteStore
 from raggedright.tensors.collate import Collator

@@ -12,7 +12,7 @@ import psutil
 import ray
 
 from parallel.whole_runs import wander, write_run
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 from raggedright.config import load_config
 from raggedright.config.schema import Config
 from raggedright.store.transfer_queue import TransferQueueStore

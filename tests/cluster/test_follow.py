@@ -53,7 +53,7 @@ def test_of_ranks_that_fail_together_the_nearest_cause_is_told():
     from ray.exceptions import ActorUnavailableError, RayActorError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from raggedright.store.protocol import StoreError
+    from raggedright.store.session_store import StoreError
     from raggedright.train.ray_rank import rank_failure_text
 
     waited = RuntimeError("Connection closed by peer [127.0.0.1]:1234")

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from raggedright.agents.session import Session, Task
+from raggedright.agents.agent_session import Session, Task
 from raggedright.config import load_config
-from raggedright.rollout.protocol import Sampling
+from raggedright.rollout.engine import Sampling
 from raggedright.store.sqlite import SqliteStore
 from recorded import recorded_sessions
 from unit.agents.scripted import ScriptEngine, causes, rows, tasks_of

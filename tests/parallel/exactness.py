@@ -17,13 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel.gradients import gather_gradients
 from raggedright.check.cases import Case
-from raggedright.check.made_up import make_up
-from raggedright.check.models import DTYPES, load_model
-from raggedright.check.reference import MadeUp
-from raggedright.check.run import batch_of, largest_drift, relative_error, role_of, run_rank, run_reference
+from raggedright.check.check_inputs import DTYPES, load_model, make_up
+from raggedright.check.compare import batch_of, largest_drift, relative_error, role_of, run_rank, run_reference
+from raggedright.check.plain_losses import MadeUp
 from raggedright.plan.cut import Step
-from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.parallel import shard, sum_gradients, sum_metrics
+from raggedright.tensors.tensor_batch import TensorBatch
 
 NUM_EXPERTS = 4  # of the tiny MoE
 EXACT = ("replicated", "fsdp2")

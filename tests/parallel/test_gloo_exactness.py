@@ -12,7 +12,7 @@ import pytest
 from parallel.exactness import EXACT, WRONG, Found, Job, Outcome, read_answers
 from parallel.launch import launch
 from raggedright.check.cases import Able, Case, choices, covering_cases
-from raggedright.check.run import TOLERANCE
+from raggedright.check.compare import TOLERANCE
 
 pytestmark = pytest.mark.xdist_group("gloo")
 

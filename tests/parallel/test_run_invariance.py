@@ -25,8 +25,8 @@ from parallel.whole_runs import (
     weights_of,
     write_run,
 )
-from raggedright.check.models import _Double
-from raggedright.check.run import relative_error
+from raggedright.check.check_inputs import _Double
+from raggedright.check.compare import relative_error
 from raggedright.train.world import World
 
 Changes = dict[str, dict[str, object]]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from parallel.whole_runs import EXPERTS, distance, rollouts_of, train_one, weights_of, write_run
-from raggedright.advantages import Estimator
-from raggedright.loss_names import PolicyLoss
+from raggedright.advantages import Estimator, PolicyLoss
 from raggedright.train.world import World
 
 ALONE = World(0, 1, torch.device("cpu"))

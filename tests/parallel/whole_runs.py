@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from raggedright.agents.agent_session import Session, Task
 from raggedright.agents.digits import SYMBOLS, digits_of
-from raggedright.agents.session import Session, Task
 from raggedright.agents.tiles import END, START, paint
 from raggedright.agents.tiles import SYMBOLS as TILE_SYMBOLS
 from raggedright.config import dump_config, load_config

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raggedright import Rows, token_weights
-from raggedright.loss_names import KlEstimator, PolicyLoss
+from raggedright.advantages import KlEstimator, PolicyLoss
 from raggedright.plan.layout import LossAgg
 from raggedright.tensors.losses import (
     Sums,

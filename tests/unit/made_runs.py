@@ -17,7 +17,7 @@ CONFIG = {
         "made": {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2},
         "dtype": "float32",
     },
-    "prompts": {"source": "raggedright.agents.compaction:task"},
+    "prompts": {"source": "raggedright.agents.digits:task"},
     "agent": {"name": "compaction", "options": {"digits": 6, "chunk": [2, 4]}},
     "rollout": {"n": 8, "temperature": 1.0, "max_tokens": 16, "timeout": 300.0, "on_failure": "exclude"},
     "train": {"rounds": 150, "batch_size": 45, "mini_batch_size": 15, "align": "steps", "loss_agg": "token-mean"},

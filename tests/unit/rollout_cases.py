@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from raggedright.check.models import load_model
+from raggedright.check.check_inputs import load_model
 from raggedright.rollout.engine import EngineContext, Generation, Request, Sampling
 from raggedright.rollout.local_engine import LocalEngine
 from raggedright.rollout.sampling import noise_key
-from raggedright.tensors.media import placeholder_ids
+from raggedright.tensors.images import placeholder_ids
 
 VOCABULARY = 40
 TEXT = 35  # tokens below those that stand for images in the vision-language model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raggedright import ConfigError
-from raggedright.loss_names import KlEstimator, PolicyLoss
+from raggedright.advantages import KlEstimator, PolicyLoss
 from raggedright.tensors.losses import kl_loss, policy_loss, value_loss
 from unit.loss_batch import LOSS_AGGS, all_losses, make_batch, total_loss, weights_from
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raggedright import Rows, token_weights
-from raggedright.loss_names import KlEstimator, PolicyLoss
+from raggedright.advantages import KlEstimator, PolicyLoss
 from raggedright.plan.layout import LossAgg
 from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, policy_loss
 from unit.loss_batch import LEARNED, LOSS_AGGS, NAMES, all_losses, make_batch, run, total_loss, weights_from

@@ -7,7 +7,7 @@ import pytest
 from raggedright.report.events import EventLog, LedgerCounts, RoundEvent, WarningEvent, read_events
 from raggedright.report.run_numbers import few_with_signal_words, learned_nothing, no_gradient_words, shown_warnings
 from raggedright.report.run_page import write_report
-from raggedright.train.streak import Streak
+from raggedright.train.record import Streak
 from unit.made_runs import event
 
 EQUAL = {

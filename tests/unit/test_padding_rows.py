@@ -242,5 +242,5 @@ def test_ten_thousand_padding_rows_hold_each_tensor_once():
 
 def test_no_padding_rows_need_no_schema():
     assert padding_rows(Schema({}), 0, token_id=0) == []
-    with pytest.raises(RowsError, match="2 padding rows .* before any row was seen"):
+    with pytest.raises(RowsError, match=r"2 padding rows .* before any row was seen"):
         padding_rows(Schema({}), 2, token_id=0)

@@ -79,4 +79,4 @@ def test_files_and_make_targets_that_a_page_names_exist(page: Path) -> None:
 
 def test_the_check_of_named_files_reads_spans_and_blocks() -> None:
     names = {name for page in MARKDOWN for name in FILE.findall(code_of(page))}
-    assert {"plan/weights.py", "examples/own_trainer.py", "tests/parallel/test_run_invariance.py"} <= names
+    assert {"plan/assign.py", "examples/own_trainer.py", "tests/parallel/test_run_invariance.py"} <= names

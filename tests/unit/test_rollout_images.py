@@ -9,7 +9,7 @@ from vision_cases import MADE, load, requests_of
 
 from raggedright.agents.vision import Vision
 from raggedright.rollout.engine import EngineError, Generation, Request, Sampling
-from raggedright.tensors.positions import image_positions
+from raggedright.tensors.images import image_positions
 
 
 def full_log_probs(model: PreTrainedModel, vision: Vision, request: Request, answer: Generation) -> list[float]:

@@ -10,20 +10,19 @@ from rollout_cases import VOCABULARY, generate_all, local_engine, model_of, requ
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raggedright.agents.session import Session, Task
-from raggedright.agents.settings import RolloutSettings
+from raggedright.agents.agent_session import RolloutSettings, Session, Task
 from raggedright.check.check_inputs import load_model
 from raggedright.config.sections import Experts, Model
 from raggedright.errors import ConfigError, RowsError
-from raggedright.rollout.protocol import Generation, Sampling
+from raggedright.rollout.engine import Generation, Sampling
 from raggedright.rows import Rows
 from raggedright.sessions import SessionKey
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs
 from raggedright.tensors.routing import NOT_ROUTED, Routers, fill_up, find_routers, routing_dtype
 from raggedright.tensors.row_independence import check_packs
-from raggedright.train.experts import actor_experts
-from raggedright.train.models import load_actor, make_tokenizer
+from raggedright.train.load_models import load_actor, make_tokenizer
+from raggedright.train.update import actor_experts
 
 _SIZES = {
     "vocab_size": VOCABULARY,

@@ -12,7 +12,7 @@ import torch
 from parallel.whole_runs import EXPERTS, IMAGES, write_run
 from raggedright.config import load_config
 from raggedright.errors import ConfigError, RowsError
-from raggedright.plan.plan import make_plan
+from raggedright.plan.planner import make_plan
 from raggedright.sessions import Session, SessionTable, Trajectory
 from raggedright.store.memory import MemoryStore
 from raggedright.train.passes import read_batch

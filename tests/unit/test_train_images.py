@@ -10,14 +10,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from vision_cases import END, MADE, START, image_of, load, model_section
 
 from raggedright.check.cases import Case
-from raggedright.check.run import run_case
+from raggedright.check.compare import run_case
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import forward_log_probs, forward_values
-from raggedright.tensors.media import image_filler
+from raggedright.tensors.images import image_filler
 from raggedright.train.load_models import load_actor, load_critic, load_tokenizer
 from raggedright.train.passes import model_fields
 from raggedright.train.vision_models import load_vision, save_vision

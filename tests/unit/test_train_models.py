@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raggedright.check.models import load_model
+from raggedright.check.check_inputs import load_model
 from raggedright.cli import main
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raggedright.agents.session import Task
+from raggedright.agents.agent_session import Task
 from raggedright.sessions import Session, SessionKey, SessionTable
 from raggedright.train.round_prompts import SampledPrompts
 

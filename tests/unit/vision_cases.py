@@ -8,8 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raggedright.agents.vision import Vision
 from raggedright.config.sections import Model
 from raggedright.rollout.engine import Request, Sampling
-from raggedright.train.eyes import load_vision
-from raggedright.train.models import load_actor, load_tokenizer
+from raggedright.train.load_models import load_actor, load_tokenizer
+from raggedright.train.vision_models import load_vision
 
 SYMBOLS = "0123456789-:=rgb"
 START, END = "<|vision_start|>", "<|vision_end|>"

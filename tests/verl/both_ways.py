@@ -21,7 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import CriticConfig
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-from raggedright.plan.weights import token_weights
+from raggedright.plan.assign import token_weights
 from raggedright.rows import Rows
 from raggedright.verl import weighted_losses
 

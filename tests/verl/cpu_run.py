@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from raggedright.agents.digits import DIGITS, SYMBOLS, tasks
-from raggedright.train.models import make_tokenizer
+from raggedright.train.load_models import make_tokenizer
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"

@@ -18,7 +18,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from raggedright.train.models import make_tokenizer
+from raggedright.train.load_models import make_tokenizer
 
 SYMBOLS = "0123456789abcdefgh"
 

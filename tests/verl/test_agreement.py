@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from raggedright import Rows, Scores, session_advantages, token_weights
-from raggedright.loss_names import KlEstimator
+from raggedright.advantages import KlEstimator
 from raggedright.plan.layout import LossAgg
 from raggedright.tensors.gae import gae, whiten
-from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, policy_loss, value_loss
-from raggedright.tensors.off_policy import off_policy_metrics
+from raggedright.tensors.losses import TokenWeights, entropy_loss, kl_loss, off_policy_metrics, policy_loss, value_loss
 
 # This folder is also called verl, and is imported instead where verl is not installed.
 core = pytest.importorskip("verl.trainer.ppo.core_algos")

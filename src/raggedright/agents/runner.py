@@ -36,7 +36,7 @@ from raggedright.errors import RaggedRightError
 from raggedright.rollout.engine import Engine, EngineError, Generation, Request
 from raggedright.sessions import Session as RecordedSession
 from raggedright.sessions import SessionError, SessionKey, SessionTable, check_session
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 
 CANCELLED = "cancelled"
 FLUSH_SECONDS = 0.5

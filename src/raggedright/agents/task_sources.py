@@ -23,7 +23,7 @@ from raggedright.agents.agent_session import Task
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
 from raggedright.plugins import find_attribute
-from raggedright.records import parse_lines
+from raggedright.rows import parse_lines
 from raggedright.sessions import is_text
 
 Make = Callable[[int, int], Mapping[str, object]]

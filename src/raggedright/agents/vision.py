@@ -19,7 +19,7 @@ from transformers import ProcessorMixin
 
 from raggedright.agents.tokens import Tokens, is_chat
 from raggedright.sessions import SessionError
-from raggedright.tensors.positions import image_positions
+from raggedright.tensors.images import image_positions
 
 MEDIA = "multi_modal_inputs"
 

@@ -16,13 +16,12 @@ from typing import get_args
 import numpy as np
 import torch
 
-from raggedright.advantages import Estimator
+from raggedright.advantages import Estimator, KlEstimator
 from raggedright.check.cases import Line
 from raggedright.config.load import make_config
 from raggedright.config.schema import Config
-from raggedright.loss_names import KlEstimator
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
-from raggedright.train.advantages import token_advantages
+from raggedright.train.token_advantages import token_advantages
 
 Name = tuple[str, int]  # of a session: its prompt and its number
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from raggedright.loss_names import KlEstimator, PolicyLoss
+from raggedright.advantages import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg
 
 _BASE = Layout(dp_size=1, batch_size=6, mini_batch_size=3, critic_mini_batch_size=2, rollout_n=3)

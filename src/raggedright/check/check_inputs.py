@@ -1,7 +1,7 @@
 """The models and the batches that are checked.
 
 Models are tiny ones that are created here, or a model directory of the user. They are loaded as in a run
-(`train/models.py`), so that a dropout or cast that a run does not switch off shows here, too.
+(`train/load_models.py`), so that a dropout or cast that a run does not switch off shows here, too.
 
 A batch has ragged sessions with tokens, masks, log-probs, advantages, and images in some rows. Invariants: it depends
 only on the seed, and it has every case that a cut can get wrong: sessions without a row, rows without a loss token,
@@ -27,7 +27,7 @@ from raggedright.errors import ConfigError
 from raggedright.rows import Rows
 from raggedright.tensors.images import has_vision, image_positions, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, Routers, find_routers
-from raggedright.train.models import load_actor, load_critic, make_tokenizer
+from raggedright.train.load_models import load_actor, load_critic, make_tokenizer
 
 PAST = 4  # tokens beyond a length
 LONGEST = 1_024  # tokens of a row, by default

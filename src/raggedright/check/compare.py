@@ -37,7 +37,7 @@ from raggedright.check.plain_losses import (
 from raggedright.errors import ConfigError
 from raggedright.metrics import row_metrics
 from raggedright.plan.cut import Step
-from raggedright.plan.plan import Role, make_plan
+from raggedright.plan.planner import Role, make_plan
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import check_tree, forward_log_probs, forward_values
 from raggedright.tensors.images import has_vision, image_filler

@@ -20,7 +20,7 @@ from raggedright.report.text import counted
 
 if TYPE_CHECKING:
     from raggedright.check.cases import Case, Line
-    from raggedright.check.run import ModelFacts, Result
+    from raggedright.check.compare import ModelFacts, Result
 
 EXAMPLES = """\
 examples:
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> None:
     for name in (*(args.model or ()), *(args.critic or ())):
         _check_name(name)
     try:
-        from raggedright.check.models import BUILTIN, CRITICS
-        from raggedright.check.run import facts_of
+        from raggedright.check.check_inputs import BUILTIN, CRITICS
+        from raggedright.check.compare import facts_of
         from raggedright.check.verdict import sentence_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"check needs {error.name}; {install_hint('train')}") from None
@@ -123,7 +123,7 @@ def _choose_cases(
 ) -> "Iterable[Case]":
     """All cases, or several coverings."""
     from raggedright.check.cases import all_cases, choices, covering_cases
-    from raggedright.check.run import able
+    from raggedright.check.compare import able
 
     options = choices([of_model.model for of_model in facts], args.dp, dtypes)
     if args.full:
@@ -135,7 +135,7 @@ def _choose_cases(
 def _run_cases(cases: "Sequence[Case]", longest: int | None) -> "list[Result]":
     import torch
 
-    from raggedright.check.run import run_case
+    from raggedright.check.compare import run_case
 
     torch.set_num_threads(1)  # matrices are tiny: threads only wait for each other
     columns = (TextColumn("checking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -146,9 +146,9 @@ def _run_cases(cases: "Sequence[Case]", longest: int | None) -> "list[Result]":
 
 def _run_sections(facts: "Sequence[ModelFacts]", critics: Sequence[str]) -> "list[Line]":
     """The checks that are not cases: advantages, weights after steps in two processes, and bfloat16."""
-    from raggedright.check.advantages import run_advantages
-    from raggedright.check.half import run_half
-    from raggedright.check.ranks import run_steps, step_cases
+    from raggedright.check.advantage_check import run_advantages
+    from raggedright.check.compare import run_half
+    from raggedright.check.step_check import run_steps, step_cases
 
     actors = [of_model for of_model in facts if of_model.model not in critics]
     small = [of_model.model for of_model in facts if of_model.parameters <= MAX_PARAMETERS]

@@ -17,8 +17,8 @@ from raggedright.cli.arguments import Commands, ReportProgress, add_parser, coun
 from raggedright.errors import ConfigError, RowsError
 from raggedright.ledger import close_ledger
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg, OverLong
-from raggedright.plan.plan import Plan, make_plan
-from raggedright.plan.what_if import WhatIf, compare_rules
+from raggedright.plan.measure import WhatIf, compare_rules
+from raggedright.plan.planner import Plan, make_plan
 from raggedright.report.plan_output import plan_to_dict, print_comparison, print_plan
 from raggedright.report.plan_svg import draw_plan
 from raggedright.report.text import say

@@ -269,7 +269,7 @@ def _previous_config(folder: Path) -> "Config":
 def _dry_run(config: "Config") -> None:
     """Print the resolved config and the plan of a made-up round."""
     from raggedright.config.load import dump_config
-    from raggedright.plan.plan import make_plan
+    from raggedright.plan.planner import make_plan
     from raggedright.report.plan_output import print_plan
 
     console = Console(emoji=False, markup=False)

@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from raggedright.advantages import Estimator
-from raggedright.loss_names import KlEstimator, PolicyLoss
+from raggedright.advantages import Estimator, KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
 
 Count = Annotated[int, Field(ge=1)]

@@ -18,9 +18,8 @@ from rich.text import Text
 from raggedright.arrays import Bools, Ints
 from raggedright.ledger import close_ledger
 from raggedright.plan.cut import Step
-from raggedright.plan.measure import measure_imbalance, tokens_of
-from raggedright.plan.plan import Plan, Role
-from raggedright.plan.what_if import WhatIf
+from raggedright.plan.measure import WhatIf, measure_imbalance, tokens_of
+from raggedright.plan.planner import Plan, Role
 from raggedright.report.text import counted, more
 
 MAX_STEPS, MAX_RANKS = 4, 8

@@ -19,7 +19,7 @@ import numpy as np
 from raggedright.arrays import Ints, sum_by
 from raggedright.plan.cut import Step
 from raggedright.plan.measure import tokens_of
-from raggedright.plan.plan import Plan, Role
+from raggedright.plan.planner import Plan, Role
 from raggedright.report.plan_output import budget_in_words, num_padding_rows, rows_in_words, step_facts, step_name
 from raggedright.report.text import counted, more
 

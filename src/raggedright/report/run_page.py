@@ -22,7 +22,7 @@ from markupsafe import Markup
 from raggedright.errors import RaggedRightError
 from raggedright.files import write_file
 from raggedright.plan.layout import Layout
-from raggedright.plan.plan import make_plan
+from raggedright.plan.planner import make_plan
 from raggedright.report import plan_svg
 from raggedright.report.events import (
     EVENTS_FILE,

@@ -18,8 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from raggedright.errors import ConfigError, RowsError
 from raggedright.rollout.engine import EngineError, Media
 from raggedright.tensors.forward import vocabulary_size
-from raggedright.tensors.media import placeholder_ids
-from raggedright.tensors.positions import image_positions, position_shift
+from raggedright.tensors.images import image_positions, placeholder_ids, position_shift
 from raggedright.tensors.routing import Routers
 
 GRIDS = "image_grid_thw"

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from raggedright.advantages import KlEstimator, PolicyLoss
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError
-from raggedright.loss_names import KlEstimator, PolicyLoss
 
 LOG_RATIO_LIMIT = 20.0
 GSPO_LOG_RATIO_LIMIT = 10.0

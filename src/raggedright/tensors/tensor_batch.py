@@ -13,7 +13,7 @@ from torch import Tensor
 from raggedright.arrays import Ints, offsets
 from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.cut import Step
-from raggedright.plan.plan import Plan
+from raggedright.plan.planner import Plan
 from raggedright.rows import Rows
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.padding import padding_rows

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from raggedright.agents.load import load_agent
+from raggedright.agents.load_agent import load_agent
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, install_hint
 from raggedright.train.rank import ERROR_VARIABLE, LAUNCHER_VARIABLE, LOGS_FOLDER, log_file, run_rank

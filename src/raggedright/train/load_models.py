@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
-from raggedright.tensors.media import has_vision
+from raggedright.tensors.images import has_vision
 from raggedright.train.vision_models import MADE_TOKENS, check_family, made_values, with_value_head
 
 EOS, PAD = "<eos>", "<pad>"

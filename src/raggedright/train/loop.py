@@ -14,7 +14,7 @@ from raggedright.errors import RaggedRightError
 from raggedright.files import disk_fault
 from raggedright.sessions import SessionTable
 from raggedright.store.memory import MemoryStore
-from raggedright.store.protocol import prune
+from raggedright.store.session_store import prune
 from raggedright.train.checkpoint import (
     check_files,
     checkpoints,

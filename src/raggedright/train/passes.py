@@ -14,14 +14,14 @@ from torch import Tensor
 from raggedright.agents.vision import MEDIA
 from raggedright.arrays import Ints, within
 from raggedright.config.schema import Config
-from raggedright.plan.plan import Plan
+from raggedright.plan.planner import Plan
 from raggedright.rows import Rows
 from raggedright.sessions import TOKEN_FIELDS, SessionTable
-from raggedright.tensors.batch import TensorBatch
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.forward import forward_chosen, forward_values, temperature_of
-from raggedright.tensors.off_policy import off_policy_metrics
-from raggedright.tensors.schema import Fields, infer_schema
+from raggedright.tensors.losses import off_policy_metrics
+from raggedright.tensors.row_schema import Fields, infer_schema
+from raggedright.tensors.tensor_batch import TensorBatch
 from raggedright.train.setup import Setup
 from raggedright.train.token_advantages import Flat
 from raggedright.train.update import add_metrics, mixed_precision, replaying, sum_metrics, temperature_fields

@@ -43,8 +43,8 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from raggedright.config.load import load_config, with_absolute_paths
 from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
-from raggedright.store.protocol import StoreError
-from raggedright.store.ray_node import join_ray
+from raggedright.store.ray_queue import join_ray
+from raggedright.store.session_store import StoreError
 from raggedright.store.transfer_queue import TransferQueueStore
 from raggedright.train.launch import restarting
 from raggedright.train.progress import Follower, NewLines

@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from raggedright.agents.recorder import OnDone
+from raggedright.agents.runner import OnDone
 from raggedright.config.schema import Config
 from raggedright.report.events import (
     EVENTS_FILE,
@@ -37,7 +37,7 @@ from raggedright.report.events import (
     World,
     read_events,
 )
-from raggedright.report.no_gradient import (
+from raggedright.report.run_numbers import (
     few_with_signal_words,
     has_few_with_signal,
     learned_nothing,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from raggedright.advantages import prompts_with_signal
-from raggedright.agents.prompts import Tasks, load_tasks
-from raggedright.agents.session import Task
+from raggedright.agents.agent_session import Task
+from raggedright.agents.task_sources import Tasks, load_tasks
 from raggedright.config.schema import Config
 from raggedright.sessions import SessionTable
 

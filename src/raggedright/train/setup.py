@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.load import load_agent
-from raggedright.agents.prompts import Tasks
+from raggedright.agents.load_agent import load_agent
 from raggedright.agents.runner import RolloutSettings, Runner
+from raggedright.agents.task_sources import Tasks
 from raggedright.agents.vision import Vision
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
@@ -32,16 +32,15 @@ from raggedright.plan.layout import Layout
 from raggedright.plugins import check_options, find_plugin
 from raggedright.rollout.engine import Engine, EngineContext, Sampling
 from raggedright.store.memory import MemoryStore
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 from raggedright.store.sqlite import SqliteStore
-from raggedright.tensors.collate import Collator
+from raggedright.tensors.collate import Collator, tensor_of
 from raggedright.tensors.forward import vocabulary_size
-from raggedright.tensors.media import image_filler
-from raggedright.tensors.packs import check_packs
+from raggedright.tensors.images import image_filler
 from raggedright.tensors.padding import padding_token_id
 from raggedright.tensors.parallel import shard
 from raggedright.tensors.routing import find_routers
-from raggedright.tensors.row_tokens import tensor_of
+from raggedright.tensors.row_independence import check_packs
 from raggedright.tensors.tree import even_tokens_of
 from raggedright.train.load_models import load_actor, load_critic, load_tokenizer, stop_ids
 from raggedright.train.round_prompts import PromptSequence, load_prompts

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from raggedright.agents.recorder import OnDone
-from raggedright.agents.session import Task
+from raggedright.agents.agent_session import Task
+from raggedright.agents.runner import OnDone
 from raggedright.config.schema import Config
 from raggedright.ledger import Ledger, close_ledger
 from raggedright.metrics import perf_metrics, row_metrics, score_metrics, session_metrics, signal_metrics
-from raggedright.plan.plan import Plan, make_plan
+from raggedright.plan.planner import Plan, make_plan
 from raggedright.sessions import SessionTable
-from raggedright.tensors.batch import TensorBatch
+from raggedright.tensors.tensor_batch import TensorBatch
 from raggedright.train.passes import read_batch, run_forward_passes
 from raggedright.train.round_prompts import SampledPrompts, split_round
 from raggedright.train.setup import Setup

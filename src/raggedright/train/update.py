@@ -25,14 +25,13 @@ from raggedright.config.schema import Config
 from raggedright.config.sections import Experts, Model, Optimizer
 from raggedright.errors import ConfigError
 from raggedright.plan.cut import Step
-from raggedright.plan.plan import Role
-from raggedright.tensors.balance import balance_loss, count_experts, load_metrics, routings_of
-from raggedright.tensors.batch import TensorBatch
+from raggedright.plan.planner import Role
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.forward import TEMPERATURES, forward_log_probs, forward_values, temperature_of
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, policy_loss, value_loss
 from raggedright.tensors.parallel import join_gradients
-from raggedright.tensors.routing import Routers, find_routers
+from raggedright.tensors.routing import Routers, balance_loss, count_experts, find_routers, load_metrics, routings_of
+from raggedright.tensors.tensor_batch import TensorBatch
 from raggedright.train.world import TrainError, World
 
 Loss = Callable[[MicroBatch, float], Sums]  # of a micro-batch, at this share of the run

@@ -27,8 +27,7 @@ from transformers import (
 from raggedright.agents.vision import Vision
 from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
-from raggedright.tensors.media import has_vision, placeholder_ids
-from raggedright.tensors.positions import image_positions
+from raggedright.tensors.images import has_vision, image_positions, placeholder_ids
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MADE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

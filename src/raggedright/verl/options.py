@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import Align, Layout, LossAgg
-from raggedright.plan.plan import Role
+from raggedright.plan.planner import Role
 
 KEY = "trainer.v1.raggedright"
 VerlLossAgg = LossAgg | Literal["token-sum"]

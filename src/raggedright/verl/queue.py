@@ -28,10 +28,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from raggedright.arrays import Floats, Ints
 from raggedright.errors import RowsError
 from raggedright.rows import PADDING_GROUP, Rows
-from raggedright.tensors.column import gather_columns
-from raggedright.tensors.kinds import WELL_KNOWN, Kind, infer_kind
 from raggedright.tensors.padding import padding_rows
-from raggedright.tensors.schema import Schema, infer_schema
+from raggedright.tensors.row_fields import WELL_KNOWN, Kind, gather_columns, infer_kind
+from raggedright.tensors.row_schema import Schema, infer_schema
 
 _VERL_KINDS: Mapping[str, Kind] = {"entropy": Kind.RESPONSE, "log_probs": Kind.SEQUENCE}
 

@@ -41,7 +41,7 @@ from raggedright.arrays import Floats, Ints
 from raggedright.errors import ConfigError
 from raggedright.ledger import State, close_ledger
 from raggedright.metrics import score_metrics
-from raggedright.plan.plan import Plan, Role, make_plan
+from raggedright.plan.planner import Plan, Role, make_plan
 from raggedright.rows import Rows
 from raggedright.tensors.padding import padding_token_id
 from raggedright.verl import weighted_losses

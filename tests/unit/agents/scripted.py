@@ -14,8 +14,8 @@ from raggedright.agents.vision import Vision
 from raggedright.rollout.engine import Generation, Request, Sampling
 from raggedright.sessions import TOKEN_FIELDS, Trajectory
 from raggedright.store.memory import MemoryStore
-from raggedright.store.protocol import Store
-from raggedright.train.models import make_tokenizer
+from raggedright.store.session_store import Store
+from raggedright.train.load_models import make_tokenizer
 from recorded import recorded_sessions
 
 TOKENIZER = make_tokenizer(SYMBOLS)

@@ -15,7 +15,7 @@ from raggedright.agents.agent_session import Session, Task
 from raggedright.agents.vision import MEDIA, Vision
 from raggedright.errors import RowsError
 from raggedright.rollout.engine import Generation, Sampling
-from raggedright.store.protocol import Store
+from raggedright.store.session_store import Store
 from recorded import recorded_sessions
 from unit.agents.scripted import NoiseEngine, ScriptEngine, causes, run
 from unit.vision_cases import END, START, load

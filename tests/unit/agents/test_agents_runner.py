@@ -17,7 +17,7 @@ from raggedright.agents.runner import Runner
 from raggedright.errors import ConfigError, RaggedRightError
 from raggedright.rollout.engine import EngineError, Generation
 from raggedright.store.memory import MemoryStore
-from raggedright.store.protocol import StoreError
+from raggedright.store.session_store import StoreError
 from raggedright.store.sqlite import SqliteStore
 from recorded import recorded_sessions
 from unit.agents.scripted import TOKENIZER, NoiseEngine, causes, recorded, run, settings, tasks_of

@@ -8,10 +8,9 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
-from raggedright.agents.compaction import compact
-from raggedright.agents.session import Session, Task
-from raggedright.agents.settings import RolloutSettings
-from raggedright.rollout.protocol import Generation, Request, Sampling
+from raggedright.agents.agent_session import RolloutSettings, Session, Task
+from raggedright.agents.digits import compact
+from raggedright.rollout.engine import Generation, Request, Sampling
 from raggedright.sessions import SessionKey
 
 

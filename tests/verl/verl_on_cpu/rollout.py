@@ -17,8 +17,8 @@ from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from raggedright.rollout.local import LocalEngine
-from raggedright.rollout.protocol import EngineContext, Request, Sampling
+from raggedright.rollout.engine import EngineContext, Request, Sampling
+from raggedright.rollout.local_engine import LocalEngine
 
 NAME = "raggedright_local"
 

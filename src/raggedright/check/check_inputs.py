@@ -26,8 +26,8 @@ from raggedright.config.sections import Model
 from raggedright.errors import ConfigError
 from raggedright.rows import Rows
 from raggedright.tensors.images import has_vision, image_positions, placeholder_ids
-from raggedright.tensors.routing import NOT_ROUTED, Routers, find_routers
-from raggedright.train.load_models import load_actor, load_critic, make_tokenizer
+from raggedright.tensors.routing import NOT_ROUTED, find_routers
+from raggedright.train.models import load_actor, load_critic, make_tokenizer
 
 PAST = 4  # tokens beyond a length
 LONGEST = 1_024  # tokens of a row, by default
@@ -148,14 +148,6 @@ def leave_out_casts(model: nn.Module) -> nn.Module:
 
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward})  # a subclass, so that the model can be copied
     return model
-
-
-def known_routers(model: nn.Module) -> Routers | None:
-    """The routers whose experts can be recorded and replayed; None if there are none."""
-    try:
-        return find_routers(model)
-    except ConfigError:
-        return None
 
 
 def has_critic(name: str) -> bool:
@@ -284,7 +276,10 @@ def _far(rng: np.random.Generator, noise: dict[str, Tensor], *, whole_row: bool)
 
 def _record_experts(rng: np.random.Generator, model: nn.Module, rows: Rows, fields: list[TokenFields]) -> None:
     """Add recorded experts: some differ from the model's own, the last tokens have none, and some rows have none."""
-    routers = known_routers(model)
+    try:
+        routers = find_routers(model)
+    except ConfigError:  # they can be neither recorded nor replayed
+        return
     if routers is None:
         return
     for i, row in enumerate(fields):

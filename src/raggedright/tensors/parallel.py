@@ -39,10 +39,10 @@ def join_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     vectors = []
-    for alike in by_dtype.values():
-        gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in alike]
+    for same_dtype in by_dtype.values():
+        gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in same_dtype]
         vector = torch.cat(gradients)
-        for parameter, part in zip(alike, vector.split([p.numel() for p in alike]), strict=True):
+        for parameter, part in zip(same_dtype, vector.split([p.numel() for p in same_dtype]), strict=True):
             parameter.grad = part.view_as(parameter)
         vectors.append(vector)
     return vectors

@@ -80,13 +80,7 @@ def _check_probe(model: nn.Module, collator: Collator, lengths: tuple[int, int],
             dependence = measure(model, collator, lengths)
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AssertionError,
-        ) as error:  # raised by the model's code
+        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # in the model's code
             remedy = "set model.dtype = 'float32'" if dtype is torch.float64 else "use another model"
             raise ConfigError(
                 f"{name} does not run on two rows of {lengths[0]:,} and {lengths[1]:,} tokens in {dtype} "

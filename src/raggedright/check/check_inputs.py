@@ -27,7 +27,7 @@ from raggedright.errors import ConfigError
 from raggedright.rows import Rows
 from raggedright.tensors.images import has_vision, image_positions, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, find_routers
-from raggedright.train.models import load_actor, load_critic, make_tokenizer
+from raggedright.train.load_models import load_actor, load_critic, make_tokenizer
 
 PAST = 4  # tokens beyond a length
 LONGEST = 1_024  # tokens of a row, by default

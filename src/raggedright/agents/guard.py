@@ -45,7 +45,7 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self.blocked_seconds = 0.0
         self.stopped = False
-        self.agent_tasks: set[AgentTask] = set()  # that are not done; the loop itself does not keep them alive
+        self.agent_tasks: set[AgentTask] = set()  # of all agents, while they run; the loop does not keep them alive
         self.set_task_factory(_new_task)  # type: ignore[arg-type]
         self.set_default_executor(_DaemonThreads())
 
@@ -58,8 +58,9 @@ class GuardedLoop(asyncio.SelectorEventLoop):
     def own(self, task: "AgentTask", owner: "AgentRun") -> "AgentTask":
         """Make a task one of an agent's."""
         task.owner = owner
-        self.agent_tasks.add(task)
-        task.add_done_callback(self.agent_tasks.discard)
+        for tasks in (owner.tasks, self.agent_tasks):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         return task
 
 
@@ -69,6 +70,7 @@ class AgentRun:
     def __init__(self, loop: GuardedLoop, timeout: float) -> None:
         self.blocked_for = 0.0  # seconds of the block that was interrupted
         self.ended = False
+        self.tasks: set[AgentTask] = set()
         self._loop, self._timeout = loop, timeout
         self._started, self._blocked_before, self._own_blocked = monotonic(), loop.blocked_seconds, 0.0
 
@@ -91,7 +93,7 @@ class AgentRun:
     def cancel_tasks(self) -> None:
         """Cancel all tasks that it started."""
         with no_agent():
-            for task in [task for task in self._loop.agent_tasks if task.owner is self]:
+            for task in [*self.tasks]:
                 task.cancel()
 
 

@@ -39,9 +39,10 @@ from raggedright.sessions import SessionError, SessionKey, SessionTable, check_s
 from raggedright.store.session_store import Store
 
 CANCELLED = "cancelled"
+# Sessions that end within this time of each other are recorded together, because a write to disk takes as long as a
+# hundred short rows. What a crash loses in that time runs again.
 FLUSH_SECONDS = 0.5
 MAX_GRACE_SECONDS = 1.0  # between cancelling an agent and leaving it behind
-MIN_TIMER_SECONDS = 1e-3
 
 OnDone = Callable[[int], None]
 """Is called with the number of sessions whose last attempt was just recorded."""
@@ -134,44 +135,22 @@ class Runner:
 class SessionRecorder:
     """Records the attempts that have ended in the store; the only place where that is done.
 
-    Sessions that end within FLUSH_SECONDS of each other are appended together, because a write to disk takes as long as
-    a hundred short rows. What a crash loses in that time runs again. `open` has the current attempt of each session
-    that is not final, `final` the tables of those that are.
+    `open` has the current attempt of each session that is not final, `final` the tables of those that are.
     """
 
     def __init__(self, store: Store, round: int, keys: Sequence[SessionKey], on_done: OnDone | None) -> None:
         self._store, self._round, self._on_done = store, round, on_done
         self.open = {(key.prompt, key.session): key for key in keys}
         self.final: list[SessionTable] = []
-        self._ended: list[tuple[RecordedSession, bool]] = []  # and whether it is the session's last attempt
-        self._timer: asyncio.TimerHandle | None = None
+        self._ended: list[tuple[RecordedSession, bool]] = []
 
-    def add(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        session: RecordedSession,
-        *,
-        is_last: bool,
-        on_error: Callable[[Exception], None],
-    ) -> None:
-        """Record an attempt soon; `on_error` is called if that fails."""
-
-        def flush() -> None:
-            try:
-                self.flush()
-            except Exception as error:
-                on_error(error)
-
+    def add(self, session: RecordedSession, *, is_last: bool) -> None:
+        """Take an attempt that has ended, the last one of its session or not; `flush` records it."""
         self._ended.append((session, is_last))
-        if self._timer is None:
-            self._timer = loop.call_later(FLUSH_SECONDS, flush)
 
     def flush(self) -> None:
         """Record all attempts that have ended."""
         ended, self._ended = self._ended, []
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         self._store.append([session for session, _ in ended])
         final = [session for session, is_last in ended if is_last]
         self.final.append(SessionTable.of(self._round, final))
@@ -198,6 +177,7 @@ class _Attempt(AgentRun):
         self.task, self.key, self.last = task, key, last  # `last` is the number of the session's last attempt
         self.session: Session
         self.running: AgentTask
+        self.timer: asyncio.TimerHandle
 
     def end(self, why: str) -> None:
         """Close the session and cancel the tasks that the agent still has."""
@@ -229,7 +209,7 @@ class _RoundRun:
         self._active: list[_Attempt] = []  # including those in their grace period
         self._waiting: Iterator[tuple[Task, SessionKey]] = iter(())
         self._num_open = 0  # sessions that are not final
-        self._timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
         self._records_cancelled = True
         self._loop = GuardedLoop()
@@ -296,9 +276,8 @@ class _RoundRun:
         attempt.session = self._new_session(task, key, generate=self._generate)
         attempt.running = self._loop.start(self._call(attempt.session), attempt)
         attempt.running.add_done_callback(partial(self._on_done, attempt))
+        attempt.timer = self._loop.call_later(self._settings.timeout, self._check_time, attempt)
         self._active.append(attempt)
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._settings.timeout, self._check_time)
 
     async def _call(self, session: Session) -> object:
         # A copy, because the sessions of a prompt share a task, and an agent may change it.
@@ -317,21 +296,22 @@ class _RoundRun:
             attempt.end("its agent has returned")
             self._finish(attempt, is_late=is_late)
 
-    def _check_time(self) -> None:
-        """One timer for all sessions: end those whose time is over, and check again when the next one's may be."""
-        seconds_left = {attempt: attempt.seconds_left for attempt in self._active if not attempt.ended}
-        for attempt, seconds in seconds_left.items():
-            if seconds <= 0 and not attempt.running.done():
-                attempt.end(self._late)
-                self._loop.call_later(self._grace, partial(self._finish, attempt, is_late=True))
-        later = [seconds for seconds in seconds_left.values() if seconds > 0]
-        self._timer = self._loop.call_later(max(min(later), MIN_TIMER_SECONDS), self._check_time) if later else None
+    def _check_time(self, attempt: _Attempt) -> None:
+        """End an attempt whose time is over; check again later if other agents blocked the loop for some of it."""
+        if attempt.ended or attempt.running.done():
+            return
+        if (seconds := attempt.seconds_left) > 0:
+            attempt.timer = self._loop.call_later(seconds, self._check_time, attempt)
+        else:
+            attempt.end(self._late)
+            attempt.timer = self._loop.call_later(self._grace, partial(self._finish, attempt, is_late=True))
 
     def _finish(self, attempt: _Attempt, *, is_late: bool) -> None:
         """Record an attempt that is over, once, and start what comes next; a late agent may be left behind."""
         if attempt not in self._active or self._all_final.done():
             return
         self._active.remove(attempt)
+        attempt.timer.cancel()
         key = attempt.key
         try:
             if is_late and not attempt.blocked_for:
@@ -340,7 +320,9 @@ class _RoundRun:
                 result = _result_of(attempt)
             attempt.session.release(self._engine.forget)
             is_final = not result.cause or key.attempt == attempt.last
-            self._recorder.add(self._loop, result, is_last=is_final, on_error=self._fail)
+            self._recorder.add(result, is_last=is_final)
+            if self._flush_timer is None:
+                self._flush_timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
             if not is_final:
                 self._start(attempt.task, key._replace(attempt=key.attempt + 1), last=attempt.last)
                 return
@@ -351,6 +333,13 @@ class _RoundRun:
         except BaseException as error:  # the loop would only log it, and the run would never end
             self._fail(error)
             raise
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        try:
+            self._recorder.flush()
+        except Exception as error:
+            self._fail(error)
 
     async def _generate(self, request: Request) -> Generation:
         """Ask the engine, whose code and tasks belong to no agent; its errors end the run."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,10 @@ Generate = Callable[[Request], Awaitable[Generation]]
 
 def finite(value: object) -> float | None:
     """A finite number as a float; None for anything else."""
-    if not isinstance(value, SupportsFloat):
+    if not hasattr(value, "__float__"):  # text has none
         return None
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except Exception:  # a tensor of several values, a huge int, whatever an agent's own type raises
         return None
     return number if math.isfinite(number) else None
@@ -84,12 +84,14 @@ class Trajectory:
         self.reward: float | None = None
         self.noise = b""  # the key of its noise in the engine, once it has generated
         self._ids: list[int] = []
+        self._chat: list[Message] = []
         self._media: list[Mapping[str, Tensor]] = []
         self._template = self._template_of(prompt, tools, chat_template_kwargs)
         self._ids = self._encode(prompt, images)
         if not self._ids:
             raise SessionError(f"row {self.name} has an empty prompt; a trajectory begins with a token or more")
-        self._chat: list[Message] = [] if self._template is None else self._template.messages(prompt)
+        if self._template is not None:
+            self._chat = self._template.messages(prompt)
         self._prompt_tokens = self._turn_start = len(self._ids)
         self._mask: list[int] = []
         self._attached: dict[str, NDArray] = {}
@@ -143,7 +145,7 @@ class Trajectory:
     def observe(self, tokens: Tokens, *, images: Sequence[Picture] = ()) -> None:
         """Add tokens that carry no loss; messages continue the chat after a reply, with the next generation prompt."""
         self._check_idle()
-        ids = self._encode_turn(tokens, images) if is_chat(tokens) else self._encode(tokens, images)
+        ids = self._encode(tokens, images, after_reply=is_chat(tokens))
         self._ids += ids
         self._keep_temperature(self._session._settings.sampling.temperature, len(ids))
         self._mask += [0] * len(ids)
@@ -278,49 +280,39 @@ class Trajectory:
             )
         return None
 
-    def _encode(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
+    def _encode(self, tokens: Tokens, images: Sequence[Picture], *, after_reply: bool = False) -> list[int]:
+        """The ids of a prompt or an observation; messages after a reply also continue the chat."""
         if not isinstance(tokens, str) and not is_chat(tokens):
             self._check_length(len(tokens))
+        messages: list[Message] = []
         try:
             look = self._look(tokens, images)
-            template = self._template if is_chat(tokens) else None
-            ids = encode(self._session.tokenizer, tokens, limit=self._room, with_images=look, template=template)
-            self._check_images(ids, look)
+            if after_reply:
+                ids, messages = self._encode_turn(tokens, look)
+            else:
+                template = self._template if is_chat(tokens) else None
+                ids = encode(self._session.tokenizer, tokens, limit=self._room, with_images=look, template=template)
+            if look is None and self._session._vision is not None:
+                self._session._vision.check_text(ids)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
         self._check_length(len(ids))
-        if look is not None:
-            self._media.append(look.media)
+        self._chat += messages
+        self._media += [look.media] if look else []
         return ids
 
-    def _encode_turn(self, tokens: Tokens, images: Sequence[Picture]) -> list[int]:
+    def _encode_turn(self, tokens: Tokens, look: Look | None) -> tuple[list[int], list[Message]]:
+        """The ids that follow a reply when messages are observed; the reply and these messages."""
         if self._template is None:
-            raise SessionError(
-                f"row {self.name}: messages are observed and its prompt was text or ids; open it with messages, too"
-            )
+            raise SessionError("messages are observed and its prompt was text or ids; open it with messages, too")
         if len(self._ids) == self._turn_start:
-            raise SessionError(
-                f"row {self.name}: messages are observed before a reply; give them all at once, then generate"
-            )
+            raise SessionError("messages are observed before a reply; give them all at once, then generate")
         reply = decode(self._session.tokenizer, self._ids[self._turn_start :])
-        try:
-            look = self._look(tokens, images)
-            ids, messages = encode_turn(
-                self._template,
-                self._chat,
-                tokens,
-                reply=reply,
-                last_id=self._ids[-1],
-                limit=self._room,
-                with_images=look,
-            )
-            self._check_images(ids, look)
-        except SessionError as error:
-            raise SessionError(f"row {self.name}: {error}") from None
-        self._check_length(len(ids))
-        self._media += [look.media] if look else []
-        self._chat += [{"role": "assistant", "content": reply}, *messages]
-        return ids
+        last_id = self._ids[-1]
+        ids, messages = encode_turn(
+            self._template, self._chat, tokens, reply=reply, last_id=last_id, limit=self._room, with_images=look
+        )
+        return ids, [{"role": "assistant", "content": reply}, *messages]
 
     def _look(self, tokens: Tokens, images: Sequence[Picture]) -> Look | None:
         """How a text with images is encoded; None where there are none."""
@@ -336,10 +328,6 @@ class Trajectory:
         if not isinstance(tokens, str) and not is_chat(tokens):
             raise SessionError("images are given with token ids; give them with text that has their placeholders")
         return self._session._vision.look(pictures)
-
-    def _check_images(self, ids: list[int], look: Look | None) -> None:
-        if look is None and self._session._vision is not None:
-            self._session._vision.check_text(ids)
 
     @property
     def _room(self) -> int:

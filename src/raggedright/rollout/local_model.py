@@ -31,7 +31,10 @@ class LocalModel:
         self.model = model
         self.pad_token_id = pad_token_id
         self.num_layers = _num_plain_layers(model)
-        self.vocabulary, self.max_positions = _sizes(model)
+        assert isinstance(model, PreTrainedModel)
+        text = model.config.get_text_config(decoder=True)
+        self.vocabulary = int(vocabulary_size(model) or text.vocab_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", None) or 0)  # 0: the config does not say
         self.device = next(model.parameters()).device
         # Eager attention computes its softmax in float32, where float64's mask is -inf: a padded column would be NaN.
         eager = getattr(model.config, "_attn_implementation", None) == "eager"
@@ -85,8 +88,7 @@ class LocalModel:
     def check_media(self, ids: NDArray[np.int64], media: Media | None) -> None:
         """Refuse a context whose images cannot be placed, and one with a placeholder but no image."""
         if not media:
-            is_placeholder = np.isin(ids, self._placeholder_ids)
-            if is_placeholder.any():
+            if self._placeholder_ids and (is_placeholder := np.isin(ids, self._placeholder_ids)).any():
                 at = int(is_placeholder.argmax())
                 raise EngineError(f"a request has no images and its token {at:,}, {ids[at]}, stands for one")
             return
@@ -148,13 +150,6 @@ class LocalModel:
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
-
-
-def _sizes(model: nn.Module) -> tuple[int, int]:
-    """The size of the model's vocabulary, and its number of positions (0: its config does not say)."""
-    assert isinstance(model, PreTrainedModel)
-    text = model.config.get_text_config(decoder=True)
-    return int(vocabulary_size(model) or text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 0)
 
 
 def _num_plain_layers(model: nn.Module) -> int:

@@ -118,7 +118,7 @@ def rendered(messages: list[dict], **arguments) -> str:
 def run_one(agent, *replies: str, **changes):
     engine = ScriptEngine(*(ids(reply) for reply in replies))
     sampling = Sampling(max_tokens=64, stop_ids=frozenset(ids("<|im_end|>")), temperature=0.5)
-    options = {"sampling": sampling, "max_row_tokens": 2_000, "tokenizer": CHAT, **changes}
+    options = {"sampling": sampling, "max_row_tokens": 2_000, "tokenizer": CHAT, "timeout": 10.0, **changes}
     return run(agent, [(tasks_of("p")[0], 0)], engine=engine, **options), engine
 
 

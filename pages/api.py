@@ -29,7 +29,10 @@ CHOICES = {
 PARTS = {
     "raggedright": {
         "Rows": ("Rows", "RowsError"),
-        "The plan": ("Layout", "make_plan", "Plan", "PlannedMicroBatch", "Step", "token_weights", "Imbalance", "measure_imbalance"),
+        "The plan": (
+            "Layout", "make_plan", "Plan", "PlannedMicroBatch", "Step", "token_weights", "Imbalance",
+            "measure_imbalance",
+        ),
         "Advantages": ("Scores", "session_advantages", "broadcast_to_rows"),
         "The ledger": ("close_ledger", "Ledger", "Outcome", "LedgerError"),
         "Errors": ("RaggedRightError", "ConfigError"),

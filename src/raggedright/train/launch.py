@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from raggedright.agents.load_agent import load_agent
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, install_hint
-from raggedright.train.rank import ERROR_VARIABLE, LAUNCHER_VARIABLE, LOGS_FOLDER, log_file, run_rank
+from raggedright.train.rank import ERROR_VARIABLE, LAUNCHER_VARIABLE, LOGS_FOLDER, log_file, restarting, run_rank
 from raggedright.train.round_prompts import load_prompts
 from raggedright.train.setup import find_engine, find_store
 from raggedright.train.stop import STOP_FILE, passing_on_signals
@@ -76,18 +76,6 @@ def _run_ranks(config: Config) -> None:
         failure = restarting(config, "all ranks", _run_once)
     if failure is not None:
         raise TrainError(failure)
-
-
-def restarting(config: Config, what: str, run_once: Callable[[Config], str | None]) -> str | None:
-    """Run until there is no failure, at most `parallel.max_restarts` times more; the last failure, or None."""
-    restarts = config.parallel.max_restarts
-    failure = run_once(config)
-    for restart in range(1, restarts + 1):
-        if failure is None:
-            break
-        print(f"{failure}; starting {what} again ({restart} of {restarts} restarts)", flush=True)
-        failure = run_once(config)
-    return failure
 
 
 def _run_once(config: Config) -> str | None:

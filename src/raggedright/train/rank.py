@@ -7,12 +7,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from raggedright.config.load import load_config, with_absolute_paths
+from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
 from raggedright.train.loop import train
 from raggedright.train.world import join_world
@@ -78,6 +80,18 @@ def end_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher and os.getppid() != int(launcher):
         sys.exit("the launcher has died")
+
+
+def restarting(config: Config, what: str, run_once: Callable[[Config], str | None]) -> str | None:
+    """Run until there is no failure, at most `parallel.max_restarts` times more; the last failure, or None."""
+    restarts = config.parallel.max_restarts
+    failure = run_once(config)
+    for restart in range(1, restarts + 1):
+        if failure is None:
+            break
+        print(f"{failure}; starting {what} again ({restart} of {restarts} restarts)", flush=True)
+        failure = run_once(config)
+    return failure
 
 
 if __name__ == "__main__":

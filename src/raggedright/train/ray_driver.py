@@ -48,7 +48,8 @@ from raggedright.store.session_store import StoreError
 from raggedright.store.transfer_queue import TransferQueueStore
 from raggedright.train.progress import Follower, NewLines
 from raggedright.train.rank import CONFIG_FILE, LOGS_FOLDER, end_with_launcher, log_file, restarting
-from raggedright.train.ray_rank import FailureLog, GroupConfig, error_line, open_queue, rank_failure_text, run_on_ray
+from raggedright.train.ray_rank import FailureLog, GroupConfig, error_line, rank_failure_text, run_on_ray
+from raggedright.train.setup import open_queue
 from raggedright.train.stop import passing_on_signals
 from raggedright.train.world import TrainError, group_timeout, loopback
 

@@ -26,11 +26,9 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, RaggedRightError
-from raggedright.store.transfer_queue import TransferQueueStore
 from raggedright.train.rank import CONFIG_FILE, run_rank
-from raggedright.train.world import TrainError, World
+from raggedright.train.world import TrainError
 
 _stores: list[TCPStore] = []  # rank 0's, which lives as long as its process
 
@@ -58,26 +56,6 @@ def check_shared(store: str, *, on_this_machine: int, in_all: int) -> None:
             f"store.backend is sqlite and only {on_this_machine} of {in_all} ranks are on this machine; set "
             "store.backend to transfer_queue, or parallel.placement to pack"
         )
-
-
-def attach_store(config: Config, world: World) -> TransferQueueStore:
-    """A rank's store. The first rank gives up what ranks of an earlier start were writing when they died."""
-    job = ray.get_runtime_context().get_job_id()  # of the driver, so rows of another start are never taken for ours
-    store = open_queue(config, run=f"{config.out} {job}", attach=True, timeout=config.parallel.start_timeout)
-    if world.is_first:
-        store.give_up_writes()
-    return store
-
-
-def open_queue(config: Config, *, run: str, attach: bool, timeout: float) -> TransferQueueStore:
-    """TransferQueue as the config describes it: attached to, or started."""
-    return TransferQueueStore(
-        run=run,
-        storage_units=config.store.storage_units,
-        timeout=config.store.timeout,
-        start_timeout=timeout,
-        attach=attach,
-    )
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from raggedright.train.round_prompts import PromptSequence, load_prompts
 from raggedright.train.update import ActorExperts, Learner, actor_experts, mixed_precision
 from raggedright.train.vision_models import load_vision
 from raggedright.train.world import TrainError, World
+
+if TYPE_CHECKING:
+    from raggedright.store.transfer_queue import TransferQueueStore
 
 ROWS_FILE, RUN_ID_FILE = "rows.db", "run_id"
 SHIPPED_ENGINES = {"local": "raggedright.rollout.local_engine:LocalEngine"}
@@ -228,15 +231,37 @@ def open_store(config: Config, world: World) -> Store:
     if backend == "memory":
         return MemoryStore()
     if backend == "transfer_queue":
-        from raggedright.train.ray_rank import attach_store  # needs Ray
-
-        return attach_store(config, world)
+        return _attach_queue(config, world)
     run = world.from_first(run_id(config.out) if world.is_first else None)
     if backend == "sqlite":
         return SqliteStore(config.out / ROWS_FILE, run=run)
     context = StoreContext(folder=config.out, run=run, dp_rank=world.dp_rank, dp_size=world.dp_size)
     store = find_store(config)(context, **config.store.options)
     return cast(Store, _checked(store, Store, f"store.backend is {backend!r}"))
+
+
+def _attach_queue(config: Config, world: World) -> Store:
+    """A rank's store. The first rank gives up what ranks of an earlier start were writing when they died."""
+    import ray
+
+    job = ray.get_runtime_context().get_job_id()  # of the driver, so rows of another start are never taken for ours
+    store = open_queue(config, run=f"{config.out} {job}", attach=True, timeout=config.parallel.start_timeout)
+    if world.is_first:
+        store.give_up_writes()
+    return store
+
+
+def open_queue(config: Config, *, run: str, attach: bool, timeout: float) -> "TransferQueueStore":
+    """TransferQueue as the config describes it: attached to, or started."""
+    from raggedright.store.transfer_queue import TransferQueueStore  # needs Ray
+
+    return TransferQueueStore(
+        run=run,
+        storage_units=config.store.storage_units,
+        timeout=config.store.timeout,
+        start_timeout=timeout,
+        attach=attach,
+    )
 
 
 def find_engine(config: Config) -> Callable[..., object]:

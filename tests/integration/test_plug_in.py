@@ -92,7 +92,7 @@ NUMBER = 7
         ("rollout", {"engine": "no_such_module:Engine"}, "rollout.engine.*no module no_such_module"),
         ("rollout", {"engine": f"{HERE}:NotAnEngin"}, "rollout.engine.*is it NotAnEngine"),
         ("rollout", {"engine": f"{HERE}:NUMBER"}, "rollout.engine.*a int that cannot be called"),
-        ("rollout", {"engine": f"{HERE}:without_context"}, "rollout.engine.*called with a context"),
+        ("rollout", {"engine": f"{HERE}:without_context"}, "rollout.engine.*called with one argument"),
         ("rollout", {"engine": f"{HERE}:NotAnEngine"}, "rollout.engine.*without generate, update_weights"),
         (
             "rollout",

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from raggedright.report.events import Failure, LedgerCounts, RoundEvent
+from raggedright.report.events import Failure, LedgerCounts, RoundEvent, WarningEvent
 from raggedright.train.progress import Progress, round_text
 
 
@@ -26,7 +26,7 @@ def shown(*rounds: RoundEvent, terminal: bool = False) -> str:
     out = StringIO()
     progress = Progress(len(rounds), console=Console(file=out, force_terminal=terminal, width=120))
     for each in rounds:
-        progress.round(each)
+        progress.show(each)
     progress.close()
     return out.getvalue()
 
@@ -50,11 +50,11 @@ def test_sessions_are_counted_in_a_round_that_takes_its_time(monkeypatch):
     monkeypatch.setattr("raggedright.train.progress.monotonic", lambda: clock[0])
     out = StringIO()
     progress = Progress(2, console=Console(file=out, width=120))
-    progress.round(event(1))
+    progress.show(event(1))
     for done, clock[0] in ((1, 1.0), (2, 6.0), (3, 7.0), (4, 12.0)):
         progress.sessions(2, done, 4)
     clock[0] = 14.0
-    progress.round(event(2))
+    progress.show(event(2))
     clock[0] = 18.0  # long after the last such line, and not after the round began
     progress.sessions(3, 1, 4)
     assert out.getvalue().splitlines()[1:3] == [
@@ -95,8 +95,8 @@ def test_at_80_columns_a_bar_cuts_nothing_off():
         response_length__clip_ratio=0.1,
         rows__no_loss_ratio=0.2,
     )
-    progress.round(some)
-    progress.warn("rounds 1 to 3 had no gradient")
+    progress.show(some)
+    progress.show(WarningEvent(round=3, first_round=1, kind="no gradient", text="rounds 1 to 3 had no gradient"))
     progress.close()
     assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
     last = " ".join(out.getvalue().rpartition("1/150")[2].split())

@@ -5,7 +5,7 @@ the run folder, which it shares with the ranks, and shows the same. An events fi
 rank that started again; reading continues at its new end.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import isnan, nan
 from pathlib import Path
 from time import monotonic
@@ -83,8 +83,19 @@ class Progress:
             self._task = self._bar.add_task("", total=num_rounds, completed=done, text=text)
             self._bar.start()
 
-    def round(self, event: RoundEvent) -> None:
-        """Show a round that has trained."""
+    def show(self, event: object) -> None:
+        """Show an event, if it is one that the terminal shows."""
+        match event:
+            case RoundEvent():
+                self._show_round(event)
+            case EvalEvent(round=round):
+                metrics = event.metrics.items()
+                numbers = "  ".join(f"{name.removesuffix('/mean')} {score_text(value)}" for name, value in metrics)
+                self.say(f"round {round}  {numbers}")
+            case WarningEvent(text=text):
+                print_text(self._console, f"warning: {text}", style="yellow")
+
+    def _show_round(self, event: RoundEvent) -> None:
         self._rounds_shown += 1
         if event.failed and not self._has_shown_failure:
             self._has_shown_failure = True
@@ -113,18 +124,9 @@ class Progress:
         else:
             self.say(f"round {round}/{self._num_rounds}  {text}")
 
-    def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation after a round."""
-        numbers = "  ".join(f"{name.removesuffix('/mean')} {score_text(value)}" for name, value in metrics.items())
-        self.say(f"round {round}  {numbers}")
-
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
         print_text(self._console, line)
-
-    def warn(self, text: str) -> None:
-        """Print a warning, highlighted on a terminal."""
-        print_text(self._console, f"warning: {text}", style="yellow")
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -172,15 +174,11 @@ class Follower:
     def poll(self) -> None:
         """Show new events."""
         for line in self._lines.read():
-            match event := parse_event(EVENTS_FILE, line.encode()):
-                case StartEvent():
-                    self._start(event)
-                case RoundEvent() if self.progress:
-                    self.progress.round(event)
-                case EvalEvent() if self.progress:
-                    self.progress.evaluation(event.round, event.metrics)
-                case WarningEvent() if self.progress:
-                    self.progress.warn(event.text)
+            event = parse_event(EVENTS_FILE, line.encode())
+            if isinstance(event, StartEvent):
+                self._start(event)
+            elif self.progress is not None:
+                self.progress.show(event)
 
     def say(self, line: str) -> None:
         """Print a line between the others."""

@@ -112,13 +112,12 @@ class RunRecorder:
         if not self.setup.world.is_first:
             return
         event = round_event(round, result, self.sessions_found.get(round, 0))
-        self.log.write(event)
+        self._write(event)
         if self._is_sampled(round):
             self.log.write(RowsEvent(round=round, columns=result.table.rows, layout=result.plan.layout))
             sessions = sample_sessions(self.setup, result, self.config.logging.sample_sessions)
             self.log.write(SamplesEvent(round=round, sessions=sessions))
         self.trackers.log(result.metrics | {f"seconds/{part}": s for part, s in result.seconds.items()}, round)
-        self.progress.round(event)
         for streak in self.streaks:
             self._warn(streak.add(event))
         if result.plan.warnings and not self.has_warned_of_plan:
@@ -129,9 +128,8 @@ class RunRecorder:
     def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation after a round."""
         if self.setup.world.is_first:
-            self.log.write(EvalEvent(round=round, metrics=dict(metrics)))
+            self._write(EvalEvent(round=round, metrics=dict(metrics)))
             self.trackers.log(metrics, round)
-            self.progress.evaluation(round, metrics)
 
     def sync(self) -> None:
         """Wait until the events are on disk."""
@@ -149,10 +147,13 @@ class RunRecorder:
             self.log.close()
             self.progress.close()
 
+    def _write(self, event: RoundEvent | EvalEvent | WarningEvent) -> None:
+        self.log.write(event)
+        self.progress.show(event)
+
     def _warn(self, warning: WarningEvent | None) -> None:
         if warning is not None:
-            self.log.write(warning)
-            self.progress.warn(warning.text)
+            self._write(warning)
 
     def _warn_of_tracker(self, text: str) -> None:
         round = self.rounds_done

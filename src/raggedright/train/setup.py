@@ -10,11 +10,10 @@ Engines and stores are plug-ins. `rollout.engine` is "local" or "module:attribut
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
 from raggedright.files import write_file
 from raggedright.plan.layout import Layout
-from raggedright.plugins import check_options, find_plugin
+from raggedright.plugins import check_protocol, find_factory
 from raggedright.rollout.engine import Engine, EngineContext, Sampling
 from raggedright.store.memory import MemoryStore
 from raggedright.store.session_store import Store
@@ -218,11 +217,22 @@ def rollout_settings(config: Config, stops: frozenset[int], context_tokens: int,
     )
 
 
+def find_engine(config: Config) -> Callable[..., object]:
+    """The callable that makes the config's engine; a ConfigError for a wrong name or option."""
+    name, options = config.rollout.engine, config.rollout.engine_options
+    return find_factory(name, SHIPPED_ENGINES, options, key="rollout.engine", options_key="rollout.engine_options")
+
+
 def make_engine(config: Config, context: EngineContext) -> Engine:
     """The engine that the config names."""
-    name, options = config.rollout.engine, config.rollout.engine_options
-    engine = find_engine(config)(context, **options)
-    return cast(Engine, _checked(engine, Engine, f"rollout.engine is {name!r}"))
+    engine = find_engine(config)(context, **config.rollout.engine_options)
+    return check_protocol(engine, Engine, name=config.rollout.engine, key="rollout.engine")
+
+
+def find_store(config: Config) -> Callable[..., object]:
+    """The callable that opens a store of the user's; a ConfigError for a wrong name or option."""
+    store = config.store
+    return find_factory(store.backend, {}, store.options, key="store.backend", options_key="store.options")
 
 
 def open_store(config: Config, world: World) -> Store:
@@ -237,7 +247,7 @@ def open_store(config: Config, world: World) -> Store:
         return SqliteStore(config.out / ROWS_FILE, run=run)
     context = StoreContext(folder=config.out, run=run, dp_rank=world.dp_rank, dp_size=world.dp_size)
     store = find_store(config)(context, **config.store.options)
-    return cast(Store, _checked(store, Store, f"store.backend is {backend!r}"))
+    return check_protocol(store, Store, name=backend, key="store.backend")
 
 
 def _attach_queue(config: Config, world: World) -> Store:
@@ -262,46 +272,6 @@ def open_queue(config: Config, *, run: str, attach: bool, timeout: float) -> "Tr
         start_timeout=timeout,
         attach=attach,
     )
-
-
-def find_engine(config: Config) -> Callable[..., object]:
-    """The callable that makes the config's engine; a ConfigError for a wrong name or option."""
-    rollout = config.rollout
-    engine = find_plugin(rollout.engine, SHIPPED_ENGINES, key="rollout.engine")
-    return _factory(rollout.engine, engine, rollout.engine_options, "rollout.engine", "rollout.engine_options")
-
-
-def find_store(config: Config) -> Callable[..., object]:
-    """The callable that opens a store of the user's; a ConfigError for a wrong name or option."""
-    backend = config.store.backend
-    store = find_plugin(backend, {}, key="store.backend")
-    return _factory(backend, store, config.store.options, "store.backend", "store.options")
-
-
-def _factory(
-    name: str, plugin: object, options: Mapping[str, object], key: str, options_key: str
-) -> Callable[..., object]:
-    """The plug-in, if it can be called with a context and these options."""
-    if not callable(plugin):
-        kind = type(plugin).__name__
-        raise ConfigError(f"{key} is {name!r}, a {kind} that cannot be called; it takes a class or a function")
-    check_options(plugin, 1, name=name, options=options, key=options_key)
-    try:
-        signature(plugin).bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(f"{key} is {name!r}: {error}; it is called with a context and {options_key}") from None
-    return plugin
-
-
-def _checked(plugin: object, protocol: type, setting: str) -> object:
-    """The plug-in, if it has everything that the protocol names."""
-    names = [name for name in vars(protocol) if not name.startswith("_")]
-    if missing := [name for name in names if not hasattr(plugin, name)]:
-        raise ConfigError(
-            f"{setting}, which made a {type(plugin).__name__} without {', '.join(missing)}; "
-            f"give it what raggedright's {protocol.__name__} has"
-        )
-    return plugin
 
 
 def run_id(folder: Path) -> str:

@@ -10,6 +10,7 @@ Invariant: a tracker cannot end a run. If one raises, there is one warning, and 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import time
@@ -17,7 +18,7 @@ from typing import Protocol, TypeVar, cast
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, install_hint
-from raggedright.plugins import check_options, find_plugin
+from raggedright.plugins import find_factory
 
 T = TypeVar("T")
 SHIPPED_TRACKERS = {
@@ -140,15 +141,15 @@ class Trackers:
     def __init__(self, config: Config, run: TrackedRun, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._trackers: dict[str, Tracker] = {}
-        options = config.logging.tracker_options
         for name in config.logging.trackers:
-            if (tracker := self._try(name, lambda name=name: _find(name)(run, **options.get(name, {})))) is not None:
+            tracker = self._try(name, partial(_make, config, name, run))
+            if tracker is not None:
                 self._trackers[name] = tracker
 
     def log(self, metrics: Mapping[str, float], round: int) -> None:
         """Send metrics of a round to every tracker."""
         for name, tracker in [*self._trackers.items()]:
-            self._try(name, lambda tracker=tracker: tracker.log(metrics, round))
+            self._try(name, partial(tracker.log, metrics, round))
 
     def close(self) -> None:
         """Close every tracker."""
@@ -181,12 +182,17 @@ def check_trackers(config: Config) -> None:
         package, extra = PACKAGES.get(name, ("", ""))
         if package and find_spec(package) is None:
             raise ConfigError(f"logging.trackers has {name!r}, which needs {package}; {install_hint(extra)}")
-        key = f"logging.tracker_options.{name}"
-        check_options(_find(name), 1, name=name, options=options.get(name, {}), key=key)
+        _find(config, name)
 
 
-def _find(name: str) -> Callable[..., Tracker]:
-    return cast(Callable[..., Tracker], find_plugin(name, SHIPPED_TRACKERS, key="logging.trackers"))
+def _find(config: Config, name: str) -> Callable[..., Tracker]:
+    options, options_key = config.logging.tracker_options.get(name, {}), f"logging.tracker_options.{name}"
+    factory = find_factory(name, SHIPPED_TRACKERS, options, key="logging.trackers", options_key=options_key)
+    return cast(Callable[..., Tracker], factory)
+
+
+def _make(config: Config, name: str, run: TrackedRun) -> Tracker:
+    return _find(config, name)(run, **config.logging.tracker_options.get(name, {}))
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from raggedright.errors import ConfigError
 
@@ -37,6 +37,33 @@ def find_attribute(name: str, *, key: str) -> object:
             raise ConfigError(f"{key} is {name!r} and {module_name} has no {part}{hint and '; '}{hint}")
         value = getattr(value, part)
     return value
+
+
+def find_factory(
+    name: str, shipped: Mapping[str, str], options: Mapping[str, object], *, key: str, options_key: str
+) -> Callable[..., object]:
+    """The class or function of that name, if it can be called with one argument, the context, and these options."""
+    factory = find_plugin(name, shipped, key=key)
+    if not callable(factory):
+        kind = type(factory).__name__
+        raise ConfigError(f"{key} is {name!r}, a {kind} that cannot be called; it takes a class or a function")
+    check_options(factory, 1, name=name, options=options, key=options_key)
+    try:
+        inspect.signature(factory).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"{key} is {name!r}: {error}; it is called with one argument and {options_key}") from None
+    return factory
+
+
+def check_protocol(plugin: object, protocol: type[T], *, name: str, key: str) -> T:
+    """What a factory made, if it has everything that the protocol names."""
+    members = [member for member in vars(protocol) if not member.startswith("_")]
+    if missing := [member for member in members if not hasattr(plugin, member)]:
+        raise ConfigError(
+            f"{key} is {name!r}, which made a {type(plugin).__name__} without {', '.join(missing)}; "
+            f"give it the members of {protocol.__module__}.{protocol.__name__}"
+        )
+    return cast(T, plugin)
 
 
 def call_with_options(

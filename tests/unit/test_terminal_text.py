@@ -41,7 +41,7 @@ def test_a_failure_that_is_shown_while_training_is_safe_to_print():
     out = io.StringIO()
     progress = Progress(2, console=Console(file=out, width=200))
     failure = Failure(prompt=HOSTILE, session=0, cause=HOSTILE)
-    progress.round(RoundEvent(round=1, rows=3, padding_rows=1, failed=(failure,)))
+    progress.show(RoundEvent(round=1, rows=3, padding_rows=1, failed=(failure,)))
     progress.close()
     assert "first session that failed" in out.getvalue()
     assert is_safe(out.getvalue())

@@ -100,6 +100,7 @@ NUMBER = 7
             "rollout.engine_options.a is unknown",
         ),
         ("rollout", {"engine_options": {"a": 1}}, "rollout.engine_options.a is unknown to local"),
+        ("store", {"options": {"b": 1}}, "store.options.b is set and store.backend is auto"),
         ("store", {"backend": "sqlit"}, r"store.backend: is 'sqlit'.*auto, sqlite, memory"),
         ("store", {"backend": f"{HERE}:nothing"}, "store.backend"),
         ("store", {"backend": f"{HERE}:not_a_store"}, "store.backend.*StoreContext without append"),

@@ -56,8 +56,7 @@ def check_plugins(config: Config) -> None:
     load_agent(config.agent.name, config.agent.options)
     load_prompts(config)
     find_engine(config)
-    if ":" in config.store.backend:
-        find_store(config)
+    find_store(config)
     check_trackers(config)
 
 

@@ -1,4 +1,7 @@
-"""One rank of a run: `python -m raggedright.train.rank RUN_FOLDER`, started by the launcher."""
+"""One rank of a run: `python -m raggedright.train.rank RUN_FOLDER`, started by the launcher.
+
+Also what the launchers of local ranks and of Ray's driver share: the log files, and restarts after a failure.
+"""
 
 import ctypes
 import json
@@ -71,6 +74,18 @@ def _report(error: Exception) -> None:
         Path(file).write_text(json.dumps({"is_ours": is_ours, "message": message, "time": time.time()}))
     elif is_ours:  # started by torchrun
         print(f"raggedright: {message}", file=sys.stderr)
+
+
+def restarting(config: Config, what: str, run_once: Callable[[Config], str | None]) -> str | None:
+    """Run until there is no failure, at most `parallel.max_restarts` times more; the last failure, or None."""
+    restarts = config.parallel.max_restarts
+    failure = run_once(config)
+    for restart in range(1, restarts + 1):
+        if failure is None:
+            break
+        print(f"{failure}; starting {what} again ({restart} of {restarts} restarts)", flush=True)
+        failure = run_once(config)
+    return failure
 
 
 def end_with_launcher() -> None:

@@ -229,9 +229,16 @@ def make_engine(config: Config, context: EngineContext) -> Engine:
     return check_protocol(engine, Engine, name=config.rollout.engine, key="rollout.engine")
 
 
-def find_store(config: Config) -> Callable[..., object]:
-    """The callable that opens a store of the user's; a ConfigError for a wrong name or option."""
+def find_store(config: Config) -> Callable[..., object] | None:
+    """The callable that opens a store of the user's, if the config names one; a ConfigError for a wrong option."""
     store = config.store
+    if ":" not in store.backend:
+        if store.options:
+            raise ConfigError(
+                f"store.options.{next(iter(store.options))} is set and store.backend is {store.backend}, which takes "
+                "none; remove it, or set store.backend to 'module:attribute'"
+            )
+        return None
     return find_factory(store.backend, {}, store.options, key="store.backend", options_key="store.options")
 
 
@@ -243,15 +250,16 @@ def open_store(config: Config, world: World) -> Store:
     if backend == "transfer_queue":
         return _attach_queue(config, world)
     run = world.from_first(run_id(config.out) if world.is_first else None)
-    if backend == "sqlite":
+    factory = find_store(config)
+    if factory is None:
         return SqliteStore(config.out / ROWS_FILE, run=run)
     context = StoreContext(folder=config.out, run=run, dp_rank=world.dp_rank, dp_size=world.dp_size)
-    store = find_store(config)(context, **config.store.options)
+    store = factory(context, **config.store.options)
     return check_protocol(store, Store, name=backend, key="store.backend")
 
 
-def _attach_queue(config: Config, world: World) -> Store:
-    """A rank's store. The first rank gives up what ranks of an earlier start were writing when they died."""
+def _attach_queue(config: Config, world: World) -> "TransferQueueStore":
+    """A rank's store on Ray. The first rank gives up what ranks of an earlier start were writing when they died."""
     import ray
 
     job = ray.get_runtime_context().get_job_id()  # of the driver, so rows of another start are never taken for ours

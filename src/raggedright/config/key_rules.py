@@ -60,7 +60,6 @@ RULES = (  # the first rule that a key breaks is reported
         "ray",
     ),
     _one_of("store.storage_units store.timeout", "store.backend", "transfer_queue"),
-    Rule(("store.options",), "store.backend", lambda name: ":" in str(name), "set it to 'module:attribute'"),
     Rule(("logging.sample_every",), "logging.sample_sessions", bool, "set it to 1 or more"),
 )
 

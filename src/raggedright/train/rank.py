@@ -97,17 +97,5 @@ def end_with_launcher() -> None:
         sys.exit("the launcher has died")
 
 
-def restarting(config: Config, what: str, run_once: Callable[[Config], str | None]) -> str | None:
-    """Run until there is no failure, at most `parallel.max_restarts` times more; the last failure, or None."""
-    restarts = config.parallel.max_restarts
-    failure = run_once(config)
-    for restart in range(1, restarts + 1):
-        if failure is None:
-            break
-        print(f"{failure}; starting {what} again ({restart} of {restarts} restarts)", flush=True)
-        failure = run_once(config)
-    return failure
-
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,6 +29,7 @@ DTYPES = frozenset(
     ("bool", "float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 )  # of a trajectory's arrays
 TOKEN_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
+METADATA = "__metadata__"  # a name that safetensors uses itself
 LARGEST = 2**63 - 1
 MOST_TRAJECTORIES = 2**16  # of a session
 SESSION_COLUMNS = ("prompt", "session", "attempt", "score", "cause", "num_rows")
@@ -170,6 +171,9 @@ def check_session(session: Session) -> None:
 
 
 def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
+    for name in (*TOKEN_FIELDS, METADATA):
+        if name in trajectory.extra:
+            raise SessionError(f"{key}: an extra field has the reserved name {name}; give it another name")
     for name, value in trajectory.fields.items():
         if not is_text(name) or "\n" in name or type(value) is not np.ndarray or value.dtype.name not in DTYPES:
             kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
@@ -184,8 +188,21 @@ def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
             f"{key}: input_ids, response_mask and rollout_log_probs have shapes {shapes}; each is one vector, and the "
             "last two have one value per response token"
         )
-    if not is_text(trajectory.role) or not is_text(trajectory.finish_reason):
-        raise SessionError(f"{key}: role is {trajectory.role!r:.60}; it must be text")
+    if ids.dtype.kind not in "iu":
+        raise SessionError(f"{key}: input_ids is an array of {ids.dtype}; token ids are integers")
+    if not ((mask == 0) | (mask == 1)).all():
+        raise SessionError(f"{key}: response_mask has values other than 0 and 1; it is 1 for tokens that carry loss")
+    if not np.isfinite(log_probs).all():
+        at = int(np.argmin(np.isfinite(log_probs)))
+        raise SessionError(
+            f"{key}: rollout_log_probs is {log_probs[at]} at response token {at:,}; log-probs are finite numbers"
+        )
+    for name, least in (("generations", 0), ("cut_generations", 0), ("weight_version", -1)):
+        if type(value := getattr(trajectory, name)) is not int or not least <= value <= LARGEST:
+            raise SessionError(f"{key}: {name} is {value!r:.40}; it must be an integer from {least} to {LARGEST:,}")
+    for name in ("role", "finish_reason"):
+        if not is_text(value := getattr(trajectory, name)):
+            raise SessionError(f"{key}: {name} is {value!r:.60}; it must be text")
     if trajectory.reward is not None and not is_finite(trajectory.reward):
         raise SessionError(f"{key}: reward is {trajectory.reward!r:.60}; it must be a finite number or None")
 

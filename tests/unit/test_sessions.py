@@ -1,6 +1,7 @@
 """Tables of sessions: columns that say what the sessions say, however they were joined."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raggedright.errors import RowsError
-from raggedright.sessions import ROW_COLUMNS, Session, SessionKey, SessionTable, Trajectory
+from raggedright.sessions import (
+    ROW_COLUMNS,
+    Session,
+    SessionError,
+    SessionKey,
+    SessionTable,
+    Trajectory,
+    check_session,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
 
@@ -98,6 +107,50 @@ def test_one_session_twice_is_refused_when_rows_are_made():
     session = Session(key=SessionKey(0, "p", 0), score=1.0, trajectories=[_one_token()])
     with pytest.raises(RowsError, match="p/0/0"):
         SessionTable.of(0, [session, session]).rows.tokens  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input_ids", np.array([0.0, 1.0])),
+        ("input_ids", np.array([0.0, np.nan])),
+        ("input_ids", np.array([True, False])),
+        ("response_mask", np.array([2])),
+        ("response_mask", np.array([-1])),
+        ("response_mask", np.array([0.5])),
+        ("response_mask", np.array([np.nan])),
+        ("rollout_log_probs", np.array([np.nan], dtype=np.float32)),
+        ("rollout_log_probs", np.array([-np.inf])),
+        ("generations", 10**400),
+        ("generations", True),
+        ("generations", 1.0),
+        ("cut_generations", -1),
+        ("weight_version", "x"),
+        ("weight_version", -2),
+        ("weight_version", 2**63),
+        ("role", None),
+        ("finish_reason", None),
+    ],
+)
+def test_a_trajectory_with_a_value_that_cannot_be_recorded_is_refused_with_its_row_and_field(field: str, value: object):
+    wrong = replace(_one_token(), **{field: value})  # pyright: ignore[reportArgumentType]
+    session = Session(key=SessionKey(4, "p", 2, 1), score=1.0, trajectories=[_one_token(), wrong])
+    with pytest.raises(SessionError, match=f"^round 4, row p/2/1, attempt 1: {field} "):
+        check_session(session)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "response_mask", "rollout_log_probs", "__metadata__"])
+def test_an_extra_field_cannot_replace_a_token_field(name: str):
+    wrong = replace(_one_token(), extra={name: np.zeros(1, dtype=np.int64)})
+    session = Session(key=SessionKey(4, "p", 2), score=1.0, trajectories=[wrong])
+    with pytest.raises(SessionError, match=f"round 4, row p/2/0, attempt 0: .*{name}"):
+        check_session(session)
+
+
+def test_masks_and_ids_may_have_any_fitting_type():
+    for mask in (np.array([True]), np.array([1], dtype=np.uint8), np.array([0.0])):
+        fits = replace(_one_token(), input_ids=np.array([3, 4], dtype=np.uint16), response_mask=mask)
+        check_session(Session(key=SessionKey(4, "p", 2), score=1.0, trajectories=[fits]))
 
 
 def _one_token() -> Trajectory:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.agents.tokens import ChatTemplate, Message, Tokens, decode, encode, encode_turn, is_chat
-from raggedright.agents.vision import Look, Picture, pictures_of
+from raggedright.agents.vision import MEDIA, Look, Picture, pictures_of
 from raggedright.rollout.engine import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling, join_media
 from raggedright.rollout.sampling import noise_key
-from raggedright.sessions import SessionError, is_text
+from raggedright.sessions import METADATA, TOKEN_FIELDS, SessionError, is_text
 from raggedright.sessions import Trajectory as RecordedTrajectory
 from raggedright.tensors.forward import TEMPERATURES
 from raggedright.tensors.routing import fill_up
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from raggedright.agents.agent_session import Session
 
 Generate = Callable[[Request], Awaitable[Generation]]
+
+_RECORDED_FIELDS = (*TOKEN_FIELDS, TEMPERATURES, "position_ids", "routed_experts", METADATA)
 
 
 def finite(value: object) -> float | None:
@@ -157,6 +159,8 @@ class Trajectory:
         """Record fields with one number per response token, such as teacher_log_probs; the loss gets them by name."""
         self._check_idle()
         for name, values in fields.items():
+            if name in _RECORDED_FIELDS or name.startswith(MEDIA):
+                raise SessionError(f"row {self.name}: {name} is a field that the row itself records; use another name")
             try:
                 array = np.asarray(values, dtype=np.float32)
             except (TypeError, ValueError):

@@ -231,6 +231,21 @@ def test_text_that_a_made_tokenizer_does_not_know_fails_the_session():
     assert "a made model has only those of model.symbols" in cause
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["__metadata__", "input_ids", "response_mask", "rollout_log_probs", "rollout_temperatures", "position_ids",
+     "routed_experts", "multi_modal_inputs", "multi_modal_inputs.pixel_values"],
+)  # fmt: skip
+def test_a_field_with_a_reserved_name_cannot_be_attached(name: str):
+    async def agent(task: Task, session: Session) -> float:
+        main = session.trajectory("1:2=")
+        await main.generate()
+        main.attach(**{name: [0.0, 0.0]})
+        return 1
+
+    assert f"row p/0/0: {name} is a field that the row itself records" in causes(run_one(agent, [4, EOS])[0])["p", 0, 0]
+
+
 def test_fields_that_are_attached_have_one_number_per_response_token():
     async def agent(task: Task, session: Session) -> float:
         main = session.trajectory("1:2=")

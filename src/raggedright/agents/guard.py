@@ -47,7 +47,22 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         self.stopped = False
         self.agent_tasks: set[AgentTask] = set()  # of all agents, while they run; the loop does not keep them alive
         self.set_task_factory(_new_task)  # type: ignore[arg-type]
-        self.set_default_executor(_DaemonThreads())
+        super().set_default_executor(_DaemonThreads())
+
+    def set_default_executor(self, executor: ThreadPoolExecutor) -> None:
+        """Does nothing when an agent calls it: all agents share the executor."""
+        if _RUNNING.get() is None:
+            super().set_default_executor(executor)
+
+    async def shutdown_default_executor(self, *timeout: float | None) -> None:
+        """Does nothing when an agent calls it: all agents share the executor."""
+        if _RUNNING.get() is None:
+            await super().shutdown_default_executor(*timeout)
+
+    async def shutdown_asyncgens(self) -> None:
+        """Does nothing when an agent calls it: the loop has the generators of all agents."""
+        if _RUNNING.get() is None:
+            await super().shutdown_asyncgens()
 
     def start(self, agent: Coroutine[object, object, object], owner: "AgentRun") -> "AgentTask":
         """Start the first task of an agent, whatever another agent has done to the task factory."""
@@ -85,6 +100,11 @@ class AgentRun:
         """Whether its code may be interrupted."""
         return self.ended or self._loop.stopped or self.seconds_left <= 0
 
+    @property
+    def blocked_cause(self) -> str:
+        """Why it failed, if it was interrupted."""
+        return f"blocked the event loop for {self.blocked_for:.3g} s; use await"
+
     def add_blocked(self, seconds: float) -> None:
         """Its code held the loop."""
         self._loop.blocked_seconds += seconds
@@ -109,6 +129,13 @@ def no_agent() -> Iterator[None]:
     finally:
         with suppress(ValueError):  # an agent that was left behind is freed elsewhere, in another context
             _RUNNING.reset(token)
+
+
+def is_of_agent(error: BaseException) -> bool:
+    """Whether an error that came out of the event loop was raised in a callback or a task of an agent."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    handles = (frame.f_locals["self"] for frame in frames if frame.f_code is asyncio.Handle._run.__code__)  # type: ignore[attr-defined]
+    return any(handle._context.get(_RUNNING) is not None for handle in handles)
 
 
 class AgentTask(asyncio.Task):
@@ -190,7 +217,7 @@ class Watchdog:
         self._blocked_for = self._blocked_for + seconds if is_same_block else seconds
         if is_same_block and run.is_over and not _in_finalizer(frame):
             run.blocked_for = self._blocked_for
-            raise AgentBlocked(f"blocked the event loop for {self._blocked_for:.3g} s; use await")
+            raise AgentBlocked(run.blocked_cause)
 
     def _on_loop_turn(self) -> None:
         self._last_run = None
@@ -219,7 +246,9 @@ def cause_of(error: BaseException, runner_file: str) -> str:
         error = error.exceptions[0]
     try:
         text = str(error)
-    except Exception as unprintable:  # an exception may do anything in its __str__
+    except AgentBlocked as blocked:
+        return str(blocked)
+    except BaseException as unprintable:  # an exception may do anything in its __str__
         text = f"its text raised {type(unprintable).__name__}"
     name = type(error).__name__
     if isinstance(error, asyncio.CancelledError):

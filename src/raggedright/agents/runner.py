@@ -29,7 +29,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.agent_session import Agent, RolloutSettings, Session, Task
-from raggedright.agents.guard import AgentRun, AgentTask, GuardedLoop, Watchdog, cause_of, no_agent, one_line
+from raggedright.agents.guard import (
+    AgentRun,
+    AgentTask,
+    GuardedLoop,
+    Watchdog,
+    cause_of,
+    is_of_agent,
+    no_agent,
+    one_line,
+)
 from raggedright.agents.trajectory import finite
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
@@ -274,10 +283,33 @@ class _RoundRun:
         """Start the agent on a task; `_on_done` or `_check_time` notices its end."""
         attempt = _Attempt(self._loop, self._settings.timeout, task, key, last)
         attempt.session = self._new_session(task, key, generate=self._generate)
-        attempt.running = self._loop.start(self._call(attempt.session), attempt)
+        attempt.running = self._loop.start(self._run_attempt(attempt), attempt)
         attempt.running.add_done_callback(partial(self._on_done, attempt))
         attempt.timer = self._loop.call_later(self._settings.timeout, self._check_time, attempt)
         self._active.append(attempt)
+
+    async def _run_attempt(self, attempt: _Attempt) -> RecordedSession:
+        """Call the agent, and record its session.
+
+        An agent's own objects are evaluated here, in its task, where the watchdog can interrupt them: the reward's
+        `__float__` or the text of an exception may do anything.
+        """
+        failed = partial(RecordedSession, key=attempt.key)
+        try:
+            value = await self._call(attempt.session)
+        except (KeyboardInterrupt, GeneratorExit):  # Ctrl-C; or the task is freed
+            raise
+        except BaseException as error:
+            if attempt.blocked_for and isinstance(error, asyncio.CancelledError):
+                return failed(cause=attempt.blocked_cause)
+            return failed(cause=cause_of(error, __file__))
+        try:
+            recorded = _record(attempt, value)
+        except SessionError as invalid:
+            return failed(cause=one_line(f"SessionError: {invalid}"))
+        except BaseException as error:
+            return failed(cause=cause_of(error, __file__))
+        return failed(cause=attempt.blocked_cause) if attempt.blocked_for else recorded
 
     async def _call(self, session: Session) -> object:
         # A copy, because the sessions of a prompt share a task, and an agent may change it.
@@ -314,10 +346,14 @@ class _RoundRun:
         attempt.timer.cancel()
         key = attempt.key
         try:
+            running = attempt.running
             if is_late and not attempt.blocked_for:
                 result = RecordedSession(key=key, cause=f"{self._late}; make it faster, or raise rollout.timeout")
+            elif running.done() and not running.cancelled() and running.exception() is None:
+                result = running.result()
             else:
-                result = _result_of(attempt)
+                cause = attempt.blocked_cause if attempt.blocked_for else "ended with an error that cannot be read"
+                result = RecordedSession(key=key, cause=cause)
             attempt.session.release(self._engine.forget)
             is_final = not result.cause or key.attempt == attempt.last
             self._recorder.add(result, is_last=is_final)
@@ -370,8 +406,8 @@ class _RoundRun:
         while True:
             try:
                 self._loop.run_until_complete(future)
-            except SystemExit as error:  # asyncio lets it through; if an agent raised it, it is its failure
-                if not any(_raised(task, error) for task in self._loop.agent_tasks):
+            except SystemExit as error:  # asyncio lets it through; in an agent's callback or task it is harmless
+                if not is_of_agent(error):
                     raise
             except RuntimeError:
                 if future.done():
@@ -399,41 +435,29 @@ class _RoundRun:
 @contextmanager
 def _torch_settings_restored() -> Iterator[None]:
     """Restore torch's settings after the rollout: an agent may change them for a model of its own."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
     try:
-        yield
+        with torch.inference_mode(torch.is_inference_mode_enabled()):  # its end also ends what was entered inside
+            torch.set_grad_enabled(grad)
+            yield
     finally:
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
 
 
-def _result_of(attempt: _Attempt) -> RecordedSession:
-    """What the end of an agent means: a finished session needs a finite reward and one trajectory or more."""
-    running, session = attempt.running, attempt.session
+def _record(attempt: _Attempt, value: object) -> RecordedSession:
+    """The session of an agent that returned: it needs a finite reward and one trajectory or more."""
     failed = partial(RecordedSession, key=attempt.key)
-    error = running.exception() if running.done() and not running.cancelled() else asyncio.CancelledError()
-    if attempt.blocked_for and (error is None or isinstance(error, asyncio.CancelledError)):
-        return failed(cause=f"blocked the event loop for {attempt.blocked_for:.3g} s; use await")
-    if error is not None:
-        return failed(cause=cause_of(error, __file__))
-    value = running.result()
     score = finite(value)
     if score is None:
         shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
         return failed(cause=one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))
-    if not session.num_trajectories:
+    if not attempt.session.num_trajectories:
         return failed(
             cause="returned without a trajectory; open one with session.trajectory(prompt) and generate in it"
         )
-    try:
-        recorded = replace(session.record(score), key=attempt.key)  # an agent may do anything to its session's key
-        check_session(recorded)
-    except SessionError as invalid:
-        return failed(cause=one_line(f"SessionError: {invalid}"))
-    except Exception as error:  # an agent may have set anything
-        return failed(cause=cause_of(error, __file__))
+    recorded = replace(attempt.session.record(score), key=attempt.key)  # an agent may do anything to its session's key
+    check_session(recorded)
     return recorded
-
-
-def _raised(task: AgentTask, error: BaseException) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is error

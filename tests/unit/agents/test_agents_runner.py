@@ -326,7 +326,7 @@ def test_an_agent_that_changes_the_task_factory_does_not_hold_up_the_next_sessio
     assert not causes(run(changes, sessions("abc"), concurrency=1, timeout=5.0))
 
 
-def test_a_reward_that_raises_what_no_number_does_ends_the_run_and_never_hangs():
+def test_a_reward_that_raises_what_no_number_does_fails_its_session():
     class Odd:
         def __float__(self) -> float:
             raise BaseException("odd")
@@ -335,5 +335,7 @@ def test_a_reward_that_raises_what_no_number_does_ends_the_run_and_never_hangs()
         await session.trajectory("1=").generate()
         return Odd()
 
-    with pytest.raises(BaseException, match="odd"):
-        run(returns, sessions("ab"))
+    assert [cause.partition(" (")[0] for cause in causes(run(returns, sessions("ab"))).values()] == [
+        "BaseException: odd",
+        "BaseException: odd",
+    ]

@@ -5,7 +5,10 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +236,82 @@ async def rewards_what_is_no_number(task, session):
     return 1.0
 
 
+class Acts:
+    """Does something when it is asked for its number or its text."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __float__(self) -> float:
+        self.act()
+        return 1.0
+
+
+class ActsError(Exception):
+    def __str__(self) -> str:
+        self.args[0]()
+        return "acted"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+async def returns_a_number_that_exits(task, session):
+    await one_reply(session)
+    return Acts(partial(sys.exit, 3))
+
+
+async def returns_a_number_that_interrupts(task, session):
+    await one_reply(session)
+    return Acts(interrupt)
+
+
+async def returns_a_number_that_sleeps(task, session):
+    await one_reply(session)
+    return Acts(partial(time.sleep, 1e6))
+
+
+async def returns_a_number_that_spins(task, session):
+    await one_reply(session)
+    return Acts(spin)
+
+
+async def rewards_a_number_that_interrupts(task, session):
+    session.trajectory("1=").reward = Acts(interrupt)
+    return 1.0
+
+
+async def raises_a_text_that_exits(task, session):
+    raise ActsError(partial(sys.exit, 3))
+
+
+async def raises_a_text_that_interrupts(task, session):
+    raise ActsError(interrupt)
+
+
+async def raises_a_text_that_spins(task, session):
+    raise ActsError(spin)
+
+
+async def exits_in_a_callback(task, session):
+    for code in (3, 4):
+        asyncio.get_running_loop().call_soon(sys.exit, code)
+    await one_reply(session)
+
+
+async def records_nan(task, session):
+    trajectory = session.trajectory("1=")
+    await trajectory.generate()
+    trajectory._log_probs[0] = math.nan
+    return 1.0
+
+
 async def sets_a_role_that_is_a_list(task, session):
     session.trajectory("1=").role = ["judge"]
     return 1.0
@@ -300,6 +379,16 @@ ZOO = {
     misspells: "AttributeError: 'Trajectory' object has no attribute 'rewrd'",
     returns_what_is_no_number: "returned a NoNumber; end",
     rewards_what_is_no_number: "SessionError: row rewards_what_is_no_number/0/0: reward is NoNumber(); it",
+    returns_a_number_that_exits: "SystemExit: 3 (",
+    returns_a_number_that_interrupts: "KeyboardInterrupt (",
+    returns_a_number_that_sleeps: "blocked the event loop for 0.3",
+    returns_a_number_that_spins: "blocked the event loop for 0.",
+    rewards_a_number_that_interrupts: "KeyboardInterrupt (",
+    raises_a_text_that_exits: "ActsError: its text raised SystemExit (test_agents_zoo.py:",
+    raises_a_text_that_interrupts: "ActsError: its text raised KeyboardInterrupt (test_agents_zoo.py:",
+    raises_a_text_that_spins: "blocked the event loop for 0.",
+    exits_in_a_callback: "returned None; end the agent with",
+    records_nan: "SessionError: round 1, row records_nan/0/0, attempt 0: rollout_log_probs",
     sets_a_role_that_is_a_list: "SessionError: row sets_a_role_that_is_a_list/0/0: role is ['judge']; it takes text",
     sets_a_role_of_broken_text: "SessionError: row sets_a_role_of_broken_text/0/0: role is '\\ud800'; it takes text",
     stops_at_broken_text: "SessionError: row stops_at_broken_text/0/0: stop is ['\\ud800']; it takes texts",
@@ -325,7 +414,7 @@ def alone():
     return recorded(run(compact, [(task, i) for task in tasks_of(HEALTHY) for i in range(4)]))
 
 
-SLOW = {sleeps, spins, spins_in_a_task, spins_and_swallows, never_yields}  # each such session costs its time-out
+SLOW = {agent for agent, cause in ZOO.items() if cause.startswith("blocked")}  # each such session costs its time-out
 
 
 @pytest.mark.parametrize("agent", [a for a in ZOO if a is not is_not_async], ids=lambda agent: agent.__name__)
@@ -365,16 +454,49 @@ def test_an_agent_is_not_interrupted_in_a_finalizer_which_python_would_report_an
     assert causes(store)["a", 0, 0].startswith("blocked the event loop for 0.")
 
 
-def test_what_an_agent_sets_in_torch_is_put_back_before_training():
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_an_agent_sets_in_torch_is_put_back_before_training(grad: bool):
     async def sets(task, session):
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.float16)
+        torch.set_default_device("meta")
+        kept.append(torch.inference_mode())
+        kept[-1].__enter__()
         await one_reply(session)
         return 1.0
 
-    assert not causes(run(sets, [(task, 0) for task in tasks_of("a")]))
-    assert torch.is_grad_enabled()
+    kept = []
+    with torch.set_grad_enabled(grad):
+        assert not causes(run(sets, [(task, 0) for task in tasks_of("ab")]))
+        assert torch.is_grad_enabled() is grad
     assert torch.get_default_dtype() == torch.float32
+    assert not torch.is_inference_mode_enabled()
+    weight = torch.ones(2, requires_grad=True)
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_an_agent_cannot_close_the_threads_and_generators_that_all_share():
+    async def numbers():
+        for i in range(3):
+            await asyncio.sleep(0.02)
+            yield i
+
+    async def agent(task, session):
+        loop = asyncio.get_running_loop()
+        if task.uid == "closes":
+            pool = ThreadPoolExecutor(1)
+            pool.shutdown()
+            loop.set_default_executor(pool)
+            await loop.shutdown_default_executor()
+            await loop.shutdown_asyncgens()
+        assert [i async for i in numbers()] == [0, 1, 2]
+        await asyncio.to_thread(time.sleep, 0.01)
+        await one_reply(session)
+        return 1.0
+
+    assert not causes(run(agent, [(task, i) for task in tasks_of(("a", "closes", "b")) for i in range(2)], timeout=5.0))
 
 
 def test_threads_that_hang_take_no_room_from_others_and_do_not_hold_up_the_interpreters_exit():

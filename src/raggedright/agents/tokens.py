@@ -9,14 +9,18 @@ Note: the cut begins with the token that ends a turn. A model that has generated
 twice; one that was stopped by its length has not, and gets it as an observation.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import index
 from typing import Any
 
+from jinja2 import TemplateError, meta
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from raggedright.sessions import SessionError
 
@@ -46,7 +50,7 @@ class ChatTemplate:
     def _check(self) -> None:
         if not self.tokenizer.chat_template:
             raise SessionError("the tokenizer has no chat template; give text or token ids, or set one in its folder")
-        if self.tools and "tools" not in self._source:
+        if self.tools and "tools" not in _variables(self._source):
             raise SessionError(
                 f"{len(self.tools):,} tools are given and the tokenizer's chat template lists none; "
                 "use a template that does, or describe them in a message"
@@ -54,7 +58,7 @@ class ChatTemplate:
         for name in self.arguments:
             if name in _OTHER_ARGUMENTS:
                 raise SessionError(f"chat_template_kwargs has {name}, which is not a setting; leave it out")
-            if name not in self._source:
+            if name not in _variables(self._source):
                 raise SessionError(
                     f"chat_template_kwargs has {name}, which the tokenizer's chat template does not read; leave it out"
                 )
@@ -115,6 +119,16 @@ class ChatTemplate:
             raise SessionError(f"the chat template fails on the messages: {type(error).__name__}: {cause}") from error
         assert isinstance(text, str)
         return text
+
+
+@cache
+def _variables(source: str) -> frozenset[str]:
+    """The names of the variables that a chat template reads."""
+    try:
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+    except (AttributeError, TemplateError):  # another version of transformers, or a template that does not parse
+        return frozenset(re.findall(r"\w+", source))
 
 
 def is_chat(tokens: Tokens) -> bool:

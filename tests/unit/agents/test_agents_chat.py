@@ -286,6 +286,16 @@ PLAIN = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_ge
             "chat_template_kwargs has enable_thinking, which the tokenizer's chat template does not read",
         ),
         (
+            TEMPLATE,  # which has </think>, <think> and enable_thinking
+            lambda s: s.trajectory([USER], chat_template_kwargs={"think": True}),
+            "chat_template_kwargs has think, which the tokenizer's chat template does not read",
+        ),
+        (
+            "{{ my_tools }}" + PLAIN,
+            lambda s: s.trajectory([USER], tools=[TOOL]),
+            "1 tools are given and the tokenizer's chat template",
+        ),
+        (
             TEMPLATE,
             lambda s: s.trajectory([USER], chat_template_kwargs={"add_generation_prompt": False}),
             "chat_template_kwargs has add_generation_prompt, which is not a setting",

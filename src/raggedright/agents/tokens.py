@@ -5,6 +5,10 @@ conversation is rendered with a marker in place of the reply, and the text after
 tokens stay as they are, whatever the template does to earlier turns. The text after the marker must not depend on the
 reply: the conversation is also rendered with the reply itself, and refused where the two differ.
 
+If tool messages come, the marker is in the arguments of the calls that they answer, because many templates refuse tool
+messages without calls. Then the cut begins with the special token that ends the turn. A template that writes no calls
+gets the reply as text.
+
 Note: the cut begins with the token that ends a turn. A model that has generated it already must not see it
 twice; one that was stopped by its length has not, and gets it as an observation.
 """
@@ -13,6 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from operator import index
 from typing import Any
 
@@ -108,12 +113,20 @@ class ChatTemplate:
                 )
         return "".join(map(str, texts))
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text of messages, with the generation prompt."""
+    @property
+    def special_tokens(self) -> set[str]:
+        """The texts of the tokenizer's special tokens."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        return {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
+        """The text of messages, with the generation prompt or without it."""
         conversation: list[dict] = [dict(message) for message in messages]
-        arguments: dict[str, Any] = {"tools": self._tools, "add_generation_prompt": True, **self.arguments}
+        arguments: dict[str, Any] = {"tools": self._tools, **self.arguments}
         try:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **arguments)
+            text = self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=generation_prompt, **arguments
+            )
         except Exception as error:  # a template may raise anything
             cause = str(error).partition("\n")[0]
             raise SessionError(f"the chat template fails on the messages: {type(error).__name__}: {cause}") from error
@@ -171,27 +184,119 @@ def encode_turn(
     new: Tokens,
     *,
     reply: str,
+    parsed: Message | None,
     last_id: int,
     limit: int,
     with_images: Encode | None = None,
 ) -> tuple[list[int], list[Message]]:
-    """Ids that follow a reply to `history` when messages come, and these; `last_id` ends the context so far."""
+    """Ids that follow a reply to `history` when messages come; and the messages that continue it, the reply's first.
+
+    `parsed` is the reply as a message, if it could be parsed; `last_id` ends the context so far.
+    """
     messages = template.messages(new)
-    with_reply = template.render([*history, {"role": "assistant", "content": reply}, *messages])
-    marker = _REPLY
-    while marker in with_reply:
-        marker += _REPLY
-    with_marker = template.render([*history, {"role": "assistant", "content": marker}, *messages])
+    after_reply, answered = _after_reply(template, history, reply, parsed, messages)
+    ids = with_images(after_reply) if with_images else _ids(template.tokenizer, after_reply, limit)
+    return (ids[1:] if ids[:1] == [last_id] else ids), [answered, *messages]
+
+
+def _after_reply(
+    template: ChatTemplate, history: Sequence[Message], reply: str, parsed: Message | None, messages: Sequence[Message]
+) -> tuple[str, Message]:
+    """What a template writes after a reply when messages follow, and the reply as the message that it was given."""
+    refusal = None
+    if results := [*takewhile(lambda message: message["role"] == "tool", messages)]:
+        called = _call_message(results, reply, parsed, template.tools)
+        try:
+            if (after_calls := _after_calls(template, history, called, messages)) is not None:
+                return after_calls, called
+        except SessionError as error:  # some templates write one call per message at most, but several results
+            refusal = error
+    text: Message = {"role": "assistant", "content": reply}
+    try:
+        return _after_text(template, history, text, messages), text
+    except SessionError as error:
+        raise refusal or error from None
+
+
+def _after_text(
+    template: ChatTemplate, history: Sequence[Message], answered: Message, messages: Sequence[Message]
+) -> str:
+    """What a template writes after a reply of text when messages follow."""
+    with_reply = template.render([*history, answered, *messages])
+    marker = _marker_for(with_reply)
+    with_marker = template.render([*history, {**answered, "content": marker}, *messages])
     _, separator, after_reply = with_marker.rpartition(marker)
     if not separator:
         raise SessionError("the chat template leaves out an assistant's reply; observe text or ids instead of messages")
     if not with_reply.endswith(after_reply):
         raise SessionError(
-            f"the chat template writes what follows a reply differently after this one, {reply!r:.60}, so the "
-            "tokens cannot be appended; observe text or ids instead of messages, or open a fresh trajectory"
+            "the chat template writes what follows a reply differently after this one, "
+            f"{answered['content']!r:.60}, so the tokens cannot be appended; observe text or ids instead of messages, "
+            "or open a fresh trajectory"
         )
-    ids = with_images(after_reply) if with_images else _ids(template.tokenizer, after_reply, limit)
-    return (ids[1:] if ids[:1] == [last_id] else ids), messages
+    return after_reply
+
+
+def _after_calls(
+    template: ChatTemplate, history: Sequence[Message], called: Message, messages: Sequence[Message]
+) -> str | None:
+    """What a template writes after a reply that calls tools when their results follow, from the end of the turn on.
+
+    None if the template does not write calls, ends a turn without a special token, or if the text depends on the calls.
+    """
+    with_reply = template.render([*history, called, *messages])
+    marker = _marker_for(with_reply)
+    calls: Any = called["tool_calls"]
+    marked = [{**call, "function": {**call["function"], "arguments": {"reply": marker}}} for call in calls]
+    with_marker: list[Message] = [*history, {**called, "tool_calls": marked}]
+    _, separator, after_marker = template.render([*with_marker, *messages]).rpartition(marker)
+    # The calls are written up to the last special token of their message, such as <|im_end|>; the reply has them.
+    rest_of_turn = template.render(with_marker, generation_prompt=False).rpartition(marker)[2]
+    end = max((rest_of_turn.rfind(token) for token in template.special_tokens), default=-1)
+    if not separator or end < 0 or not after_marker.startswith(rest_of_turn):
+        return None
+    return after_marker[end:] if with_reply.endswith(after_marker[end:]) else None
+
+
+def _call_message(
+    results: Sequence[Message], reply: str, parsed: Message | None, tools: Sequence[object]
+) -> dict[str, object]:
+    """A reply as a message with the calls that tool messages answer.
+
+    Some templates refuse a tool message without its call, or write the call's name into it. If neither the tool message
+    nor the parsed reply has the name, it is the tool that is named last in the reply.
+    """
+    parsed_calls: Any = parsed.get("tool_calls") if parsed else None
+    known = [call for call in parsed_calls or () if isinstance(call.get("function"), Mapping)]
+    named_last = max(map(_tool_name, tools), key=lambda name: (reply.rfind(name), len(name)), default="tool")
+    calls = []
+    for i, result in enumerate(results):
+        call_id = result.get("tool_call_id") or f"call{i:05}"
+        at_place = known[i] if i < len(known) else {"function": {}}
+        call = next((call for call in known if call.get("id") == call_id), at_place)
+        name, arguments = call["function"].get("name"), call["function"].get("arguments")
+        function = {
+            "name": result.get("name") or (name if isinstance(name, str) and name else named_last),
+            "arguments": arguments if isinstance(arguments, Mapping) else {},
+        }
+        calls.append({"type": "function", "id": call_id, "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _tool_name(tool: object) -> str:
+    """The name of a tool, which is a JSON schema or a function."""
+    if isinstance(tool, Mapping):
+        function = tool.get("function", tool)
+        return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+    return getattr(tool, "__name__", "")
+
+
+def _marker_for(text: str) -> str:
+    """A text that does not occur in this one."""
+    marker = _REPLY
+    while marker in text:
+        marker += _REPLY
+    return marker
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -131,7 +131,7 @@ class Trajectory:
         finally:
             self._generating = False
         self._session.check_open()
-        message = self._parsed(ids)
+        message = self._parsed(self._ids, ids)
         self._ids += ids
         self._keep_temperature(sampling.temperature, len(ids))
         self._mask += [self._carries_loss(sampling)] * len(ids)
@@ -221,13 +221,13 @@ class Trajectory:
         if self._temperatures is not None:
             self._temperatures += [temperature or plain] * count
 
-    def _parsed(self, ids: Sequence[int]) -> Message | None:
-        """A reply as a message, by the tokenizer's response template."""
+    def _parsed(self, context: Sequence[int], ids: Sequence[int]) -> Message | None:
+        """A reply to a context as a message, by the tokenizer's response template."""
         tokenizer = self._session.tokenizer
         if self._template is None or getattr(tokenizer, "response_template", None) is None:
             return None
         try:
-            return tokenizer.parse_response([*ids], prefix=self.ids, tools=[*self._template.tools] or None)  # type: ignore[arg-type]
+            return tokenizer.parse_response([*ids], prefix=[*context], tools=[*self._template.tools] or None)  # type: ignore[arg-type]
         except (ValueError, KeyError, TypeError):  # a model may write anything
             return None
 
@@ -311,12 +311,17 @@ class Trajectory:
             raise SessionError("messages are observed and its prompt was text or ids; open it with messages, too")
         if len(self._ids) == self._turn_start:
             raise SessionError("messages are observed before a reply; give them all at once, then generate")
-        reply = decode(self._session.tokenizer, self._ids[self._turn_start :])
-        last_id = self._ids[-1]
-        ids, messages = encode_turn(
-            self._template, self._chat, tokens, reply=reply, last_id=last_id, limit=self._room, with_images=look
+        context, reply = self._ids[: self._turn_start], self._ids[self._turn_start :]
+        return encode_turn(
+            self._template,
+            self._chat,
+            tokens,
+            reply=decode(self._session.tokenizer, reply),
+            parsed=self._parsed(context, reply),
+            last_id=reply[-1],
+            limit=self._room,
+            with_images=look,
         )
-        return ids, [{"role": "assistant", "content": reply}, *messages]
 
     def _look(self, tokens: Tokens, images: Sequence[Picture]) -> Look | None:
         """How a text with images is encoded; None where there are none."""

@@ -1,9 +1,10 @@
 """Starts the ranks of a run: one in this process, several processes on this machine, or on Ray.
 
 Invariants of ranks on this machine: a rank that fails ends the others, and all of them are started again up to
-`parallel.max_restarts` times; when the launcher dies, its ranks die. No rank can be reached from another machine, and
-no port accepts keys or pickles: ranks find each other through a file in a folder that only this user can open, and talk
-over the loopback interface.
+`parallel.max_restarts` times; when the launcher dies, its ranks die. No rank can be reached from another machine: ranks
+find each other through a file in a folder that only this user can open, and talk over the loopback interface. While
+they connect, other users of this machine can connect to them, too; a rank that has such a connection ends before it
+unpickles anything (train/peer_check.py), so those users can prevent a start but run no code.
 """
 
 import json

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, RaggedRightError
+from raggedright.train.peer_check import foreign_peer
 
 T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "RAGGEDRIGHT_RENDEZVOUS"  # the file through which local ranks find each other
@@ -126,6 +127,8 @@ def _form_group(config: Config, backend: str) -> None:
         )  # its store still has the addresses of the attempt before
         store = PrefixStore(f"attempt {attempt}", shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if file and (text := foreign_peer()):  # before any object is exchanged: receiving one unpickles it
+        raise TrainError(text)
 
 
 def group_timeout(config: Config) -> timedelta:

@@ -7,26 +7,31 @@ symbolic link and uses no predictable temporary name, so it is safe in a folder 
 import errno
 import hashlib
 import os
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_TORCH_WRITE_FAULT = re.compile(r"inline_container\.cc:\d+\].*unexpected pos")  # a write failed or was cut short
 
 
 def disk_fault(error: BaseException | None) -> str | None:
     """What is wrong with the disk if that caused an error, in the words of the system; otherwise None.
 
-    Some libraries raise other errors, which only quote the number of the system's error.
+    Some libraries raise other errors, which only quote the number of the system's error. torch's zip writer does not
+    quote it, and in an error that comes from another rank the original one is lost; the usual cause is a full disk.
     """
+    is_torch_fault = False
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             return os.strerror(error.errno)
         for number in DISK_FAULTS:
             if f"(os error {number})" in str(error):  # as Rust libraries such as safetensors write it
                 return os.strerror(number)
+        is_torch_fault |= _TORCH_WRITE_FAULT.search(str(error)) is not None
         error = error.__cause__ or error.__context__
-    return None
+    return os.strerror(errno.ENOSPC) if is_torch_fault else None
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from integration.test_train import run
 from raggedright.files import disk_fault, write_file
+from raggedright.train.checkpoint import _cause
 
 
 def check_last_line(err: str) -> str:
@@ -73,3 +77,17 @@ def test_the_fault_of_a_disk_is_found_behind_other_errors(mount: Callable[[int],
     error.__cause__ = full.value
     assert disk_fault(error) == "No space left on device"
     assert disk_fault(FileNotFoundError(2, "No such file or directory")) is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kilobytes", [0, 4, 40, 100])
+def test_so_is_that_of_a_checkpoint_which_torch_reports_as_an_unexpected_position(
+    mount: Callable[[int], Path], kilobytes: int
+):
+    disk = mount(1)
+    (disk / "ballast").write_bytes(b"\0" * (2**20 - 4096 - 1024 * kilobytes))
+    with pytest.raises(CheckpointException) as full:
+        save({str(i): torch.zeros(500 * i) for i in range(20)}, checkpoint_id=disk / "new", no_dist=True)
+    assert _cause(full.value) == "rank 0: No space left on device"
+    of_another_rank = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert disk_fault(of_another_rank) == "No space left on device"

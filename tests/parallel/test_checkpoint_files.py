@@ -93,6 +93,17 @@ def test_checksums_cover_every_file_of_a_checkpoint(finished: Path):
     assert json.loads((folder / "state.json").read_text())["round"] == 6
 
 
+def test_a_run_whose_last_checkpoint_fails_has_failed(tmp_path: Path):
+    """Its events said that it had finished."""
+    folder = write_run(tmp_path / "run", {"train": {"rounds": 1}})
+    (folder / "checkpoints").write_bytes(b"")
+    with pytest.raises(TrainError, match="the checkpoint of round 1 cannot be written"):
+        train_one(folder, ALONE)
+    end = read_events(folder / "events.jsonl").end
+    assert end is not None
+    assert end.reason == "failed"
+
+
 @pytest.mark.parametrize("text", [b"", b"\0" * 512, b"train = ["])
 def test_a_config_that_a_crash_emptied_is_taken_from_the_last_checkpoint(run: Path, tmp_path: Path, text: bytes):
     given = tmp_path / "given.toml"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raggedright.config.load import dump_config
-from raggedright.files import file_digest, sync, write_file
+from raggedright.files import disk_fault, file_digest, sync, write_file
 from raggedright.train.setup import Setup
 from raggedright.train.update import Learner
 from raggedright.train.world import TrainError
@@ -98,7 +98,7 @@ def save_checkpoint(setup: Setup, round: int) -> None:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
         except OSError as error:
-            problem = str(error)
+            problem = _cause(error)
     try:
         if not world.any(bool(problem)):
             with _quiet():
@@ -188,4 +188,4 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_cause(inner)}"
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return disk_fault(error) or f"{type(error).__name__}: {error}".splitlines()[0]

@@ -58,10 +58,11 @@ def _train(config: Config, world: World) -> str:
     stop = StopRequest(config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:
-        reason = _train_rounds(setup, recorder, stop, last_round + 1)
+        trained = _train_rounds(setup, recorder, stop, last_round + 1)
         if recorder.rounds_done:
             save(setup, recorder, recorder.rounds_done)
             export(setup)
+        reason = trained  # not before the last checkpoint and the model are written
     finally:
         stop.close()
         with suppress(OSError) if reason == "failed" else nullcontext():  # the first error says more

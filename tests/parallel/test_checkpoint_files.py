@@ -86,6 +86,50 @@ def test_a_file_missing_from_the_only_checkpoint_says_to_start_again(run: Path):
         train_one(run, ALONE)
 
 
+@pytest.mark.parametrize("key", ["prompts_drawn", "optimizer_steps", "config"])
+def test_an_altered_value_of_the_state_file_is_refused(run: Path, key: str):
+    """Another number of prompts drawn changed the data order, and no optimizer_steps was a KeyError."""
+    file = checkpoints(run)[-1][1] / "state.json"
+    values = json.loads(file.read_text())
+    values[key] = {"prompts_drawn": 3, "optimizer_steps": {}, "config": ""}[key]
+    file.write_text(json.dumps(values))
+    with pytest.raises(TrainError, match=r"state.json was altered.*round-000004"):
+        train_one(run, ALONE)
+
+
+def test_a_state_without_the_steps_of_an_optimizer_is_a_sentence(run: Path):
+    folder = checkpoints(run)[-1][1]
+    state = check_files(folder)
+    state.optimizer_steps = {}
+    state.state_sha256 = state.digest()
+    (folder / "state.json").write_text(state.model_dump_json())
+    with pytest.raises(TrainError, match=r"no optimizer_steps of the actor.*round-000004"):
+        train_one(run, ALONE)
+
+
+def test_a_checkpoint_under_the_name_of_another_round_is_refused(run: Path):
+    """A copied folder was loaded as a later round."""
+    (_, folder), _ = checkpoints(run)
+    shutil.copytree(folder, folder.with_name("round-000007"))
+    with pytest.raises(TrainError, match=r"round-000007 cannot be loaded: .*that of round-000004.*round-000006"):
+        train_one(run, ALONE)
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Path, tmp_path: Path):
+    other = write_run(tmp_path / "other", SHORT, {"train": {"rounds": 8}})
+    train_one(other, ALONE)
+    shutil.copytree(other / "checkpoints" / "round-000008", run / "checkpoints" / "round-000008")
+    with pytest.raises(TrainError, match=r"round-000008 cannot be loaded: .*of the run .*run_id.*round-000006"):
+        train_one(run, ALONE)
+
+
+def test_a_lost_run_id_is_written_again_from_the_checkpoint(run: Path):
+    before = (run / "run_id").read_bytes()
+    (run / "run_id").unlink()
+    train_one(run, ALONE)
+    assert (run / "run_id").read_bytes() == before
+
+
 def test_checksums_cover_every_file_of_a_checkpoint(finished: Path):
     folder = checkpoints(finished)[-1][1]
     state = check_files(folder)

@@ -2,15 +2,16 @@
 
 Every rank writes its part (torch's distributed checkpoint) into a new folder, which is synced and then renamed, so a
 folder of that name is complete and never changes; what a crash left incomplete is removed at the next start. A model
-can be loaded on a different number of ranks, sharded or not. `state.json` has the round, the step counts of the
-optimizers, the number of prompts drawn so far, the config and the SHA-256 of every other file; a folder that does not
-match it is refused before anything is loaded.
+can be loaded on a different number of ranks, sharded or not. `state.json` has the round, the id of the run, the step
+counts of the optimizers, the number of prompts drawn so far, the config, the SHA-256 of every other file and that of
+its own contents; a folder that does not match it, or that another run wrote, is refused before anything is loaded.
 
 Note: the rest are models and optimizers. Data order, sampling and the schedule are functions of the seed, the round
 and, with dynamic sampling, the number of prompts drawn; the rows of later rounds are in the store. Loading unpickles:
 resume only runs that you trust.
 """
 
+import hashlib
 import re
 import shutil
 import warnings
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import OptimizerStateType, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from raggedright.config.load import dump_config
 from raggedright.files import disk_fault, file_digest, sync, write_file
-from raggedright.train.setup import Setup
+from raggedright.train.setup import RUN_ID_FILE, Setup, run_id
 from raggedright.train.update import Learner
 from raggedright.train.world import TrainError
 
@@ -38,11 +39,19 @@ _NAME = re.compile(r"round-(\d{6,})")
 class State(BaseModel):
     """The contents of `state.json`."""
 
+    model_config = ConfigDict(extra="forbid")
+
     round: int
-    optimizer_steps: dict[str, int]
+    run: str  # its id
+    optimizer_steps: dict[str, int]  # by learner
     prompts_drawn: int = 0  # by all rounds so far
     config: str  # as TOML
     sha256: dict[str, str]  # of every other file, by name
+    state_sha256: str = ""  # of everything above
+
+    def digest(self) -> str:
+        """What `state_sha256` should be."""
+        return hashlib.sha256(self.model_dump_json(exclude={"state_sha256"}).encode()).hexdigest()
 
 
 def checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
@@ -56,18 +65,48 @@ def last_checkpoint(run_folder: Path) -> tuple[int, Path] | None:
     return next(reversed(checkpoints(run_folder)), None)
 
 
-def check_files(folder: Path) -> State:
-    """Compare the files of a checkpoint with what was written; a TrainError names the one that differs."""
+def read_state(folder: Path) -> State:
+    """The state of a checkpoint; a TrainError if it is not as it was written, or not that of the folder's round."""
     if not (folder / STATE_FILE).is_file():
-        raise TrainError(f"{folder} cannot be loaded: it has no {STATE_FILE}; {_older(folder)}")
+        raise _refusal(folder, f"it has no {STATE_FILE}")
     try:
         state = State.model_validate_json((folder / STATE_FILE).read_bytes())
-        damaged = [name for name, digest in state.sha256.items() if file_digest(folder / Path(name).name) != digest]
     except (OSError, ValidationError) as error:
-        raise TrainError(f"{folder} cannot be loaded: {_state_cause(error)}; {_older(folder)}") from None
-    if damaged:
-        raise TrainError(f"{folder} cannot be loaded: {damaged[0]} was altered after it was written; {_older(folder)}")
+        raise _refusal(folder, _state_cause(error)) from None
+    if state.state_sha256 != state.digest():
+        raise _refusal(folder, f"{STATE_FILE} was altered after it was written")
+    if folder.name != _name(state.round):
+        raise _refusal(folder, f"{STATE_FILE} is that of {_name(state.round)}, the folder was copied or renamed")
     return state
+
+
+def check_files(folder: Path) -> State:
+    """Compare a checkpoint with what was written and with the run; a TrainError names the file that differs."""
+    state, run_folder = read_state(folder), folder.parent.parent
+    if (run_folder / RUN_ID_FILE).exists() and (run := run_id(run_folder)) != state.run:
+        raise _refusal(folder, f"{STATE_FILE} is of the run {state.run:.12} and {RUN_ID_FILE} has {run:.12}")
+    try:
+        damaged = [name for name, digest in state.sha256.items() if file_digest(folder / Path(name).name) != digest]
+    except OSError as error:
+        raise _refusal(folder, _state_cause(error)) from None
+    if damaged:
+        raise _refusal(folder, f"{damaged[0]} was altered after it was written")
+    return state
+
+
+def restore_run_id(run_folder: Path) -> None:
+    """Write the id of a run again if its file is missing and a checkpoint has it."""
+    last = last_checkpoint(run_folder)
+    if last and not (run_folder / RUN_ID_FILE).exists():
+        write_file(run_folder / RUN_ID_FILE, f"{read_state(last[1]).run}\n".encode())
+
+
+def _name(round: int) -> str:
+    return f"round-{round:06}"
+
+
+def _refusal(folder: Path, cause: str) -> TrainError:
+    return TrainError(f"{folder} cannot be loaded: {cause}; {_older(folder)}")
 
 
 def _state_cause(error: OSError | ValidationError) -> str:
@@ -89,7 +128,7 @@ def save_checkpoint(setup: Setup, round: int) -> None:
     """Write the checkpoint of a trained round, on every rank; then remove those that are too old."""
     config, world = setup.config, setup.world
     folder = config.out / CHECKPOINTS_FOLDER
-    new, done = folder / NEW, folder / f"round-{round:06}"
+    new, done = folder / NEW, folder / _name(round)
     if done.exists():
         return
     problem = ""
@@ -121,12 +160,14 @@ def save_checkpoint(setup: Setup, round: int) -> None:
 
 def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, int]) -> None:
     """Load a checkpoint into this rank's models and optimizers."""
+    if missing := [learner.name for learner in _learners(setup) if learner.name not in optimizer_steps]:
+        raise _refusal(folder, f"{STATE_FILE} has no optimizer_steps of the {missing[0]}")
     states = _states(setup)
     try:
         with _quiet():
             load(states, checkpoint_id=folder, no_dist=setup.world.dp_size == 1)
     except (OSError, CheckpointException, ValueError, RuntimeError) as error:
-        raise TrainError(f"{folder} cannot be loaded: {_cause(error)}; {_older(folder)}") from error
+        raise _refusal(folder, _cause(error)) from error
     for learner in _learners(setup):
         model, optimizer = (states[f"{learner.name} {part}"] for part in ("model", "optimizer"))
         for group in optimizer["param_groups"]:
@@ -173,11 +214,13 @@ def _finish(setup: Setup, new: Path, done: Path, round: int) -> None:
         sync(new / name)
     state = State(
         round=round,
+        run=run_id(setup.config.out),
         optimizer_steps=steps,
         prompts_drawn=setup.prompts.num_drawn,
         config=dump_config(setup.config),
         sha256=digests,
     )
+    state.state_sha256 = state.digest()
     write_file(new / STATE_FILE, state.model_dump_json().encode())
     new.rename(done)
     sync(done.parent)

@@ -21,6 +21,7 @@ from raggedright.train.checkpoint import (
     last_checkpoint,
     load_checkpoint,
     remove_unfinished,
+    restore_run_id,
     save_checkpoint,
 )
 from raggedright.train.record import RunRecorder
@@ -52,6 +53,8 @@ def train(config: Config, world: World) -> str:
 
 
 def _train(config: Config, world: World) -> str:
+    if world.is_first:
+        restore_run_id(config.out)
     setup = set_up(config, world)
     last_round, sessions_found = resume(setup)
     recorder = RunRecorder(setup, first_round=last_round + 1, sessions_found=sessions_found)

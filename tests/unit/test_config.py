@@ -122,6 +122,37 @@ def test_a_file_that_is_not_toml_or_not_there_is_a_sentence(tmp_path: Path) -> N
         load_config(tmp_path / "none.toml")
 
 
+def test_a_number_of_too_many_digits_is_refused_by_its_line_or_key_and_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"out = 'here'\nseed = {'9' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"config\.toml, line 2: a number has more than 4,300 digits"):
+        load_config(path)
+    path.write_text(dump_config(config_with()))
+    with pytest.raises(ConfigError, match=r"seed is '9+… \(5,002 characters\): it takes an integer") as caught:
+        load_config(path, {"seed": "9" * 5000})
+    assert "9" * 200 not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["check", "--seed"],
+        ["check", "--dp"],
+        ["plan", "rows.jsonl", "--seed"],
+        ["plan", "rows.jsonl", "--dp"],
+        ["train", "config.toml", "--max-restarts"],
+    ],
+)
+def test_a_number_of_too_many_digits_on_the_command_line_is_not_repeated(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "9" * 5000])
+    error = capsys.readouterr().err
+    assert f"argument {command[-1]}: '999" in error
+    assert "9" * 200 not in error
+
+
 def test_nothing_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEED", "9")
     assert config_with().seed == 0

@@ -47,6 +47,14 @@ def add_parser(
     )
 
 
+def integer(text: str) -> int:
+    """Any integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an integer, or has too many digits") from None
+
+
 def count(text: str) -> int:
     """An integer of at least 1."""
     try:
@@ -54,7 +62,7 @@ def count(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an integer of at least 1")
     return number
 
 
@@ -63,7 +71,7 @@ def counts(text: str) -> list[int]:
     try:
         return [count(part) for part in text.split(",")]
     except argparse.ArgumentTypeError:
-        message = f"{text!r} is not a list of integers of at least 1, such as 1,2,4"
+        message = f"{text!r:.40} is not a list of integers of at least 1, such as 1,2,4"
         raise argparse.ArgumentTypeError(message) from None
 
 

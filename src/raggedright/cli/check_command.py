@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from raggedright.cli.arguments import Commands, add_parser, count, counts
+from raggedright.cli.arguments import Commands, add_parser, count, counts, integer
 from raggedright.errors import ConfigError, RaggedRightError, install_hint
 from raggedright.report.text import counted
 
@@ -63,7 +63,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--dp", type=counts, default=[1, 2, 3, 4], metavar="N,N", help="data-parallel sizes (default 1,2,3,4)")
     add("--dtype", action="append", choices=DTYPES, help="default both")
     add("--longest", type=count, metavar="N", help="most tokens of a row (default 1024 or less, by the vocabulary)")
-    add("--seed", type=int, default=0, metavar="N", help="chooses the cases (default 0)")
+    add("--seed", type=integer, default=0, metavar="N", help="chooses the cases (default 0)")
     add("--most", type=count, metavar="N", help="run N cases and nothing else")
     add("--full", action="store_true", help="every combination, not only every pair: hours")
     add("--format", choices=("table", "json"), default="table", help="default table")

@@ -13,7 +13,7 @@ from typing import BinaryIO, get_args
 
 from rich.console import Console
 
-from raggedright.cli.arguments import Commands, ReportProgress, add_parser, count, progress_bar
+from raggedright.cli.arguments import Commands, ReportProgress, add_parser, count, integer, progress_bar
 from raggedright.errors import ConfigError, RowsError
 from raggedright.ledger import close_ledger
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg, OverLong
@@ -65,7 +65,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--critic-mini-batch-size", type=count, metavar="N", help="prompts in a critic's mini-batch, where one trains")
     add("--critic-warm-up", dest="actor_trains", action="store_false", help="the critic trains alone")
     add("--epochs", type=count, default=1, metavar="N", help="passes over the rows (default 1)")
-    add("--seed", type=int, default=0, metavar="N", help="shuffles prompts over steps (default 0)")
+    add("--seed", type=integer, default=0, metavar="N", help="shuffles prompts over steps (default 0)")
     add = parser.add_argument_group("alignment and weights").add_argument
     add(
         "--align", choices=get_args(Align), default="steps",

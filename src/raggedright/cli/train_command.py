@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from raggedright.cli.arguments import Commands, add_parser
+from raggedright.cli.arguments import Commands, add_parser, integer
 from raggedright.errors import ConfigError, RaggedRightError, install_hint
 from raggedright.files import write_file
 from raggedright.report.text import counted, duration, say, score_text
@@ -67,7 +67,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[st
         help="print the config and the plan of a made-up round, and stop; looks at no model, agent or prompt",
     )  # fmt: skip
     add("--fresh", action="store_true", help="remove the run that is in the run folder, and start again")
-    add("--max-restarts", type=int, metavar="K", help="start all ranks again up to K times when one dies")
+    add("--max-restarts", type=integer, metavar="K", help="start all ranks again up to K times when one dies")
     add("--launcher", choices=("local", "ray"), help="on this machine alone, or on Ray")
     if "train" in argv:
         _add_keys(parser, short={"-h", "--help"} & {*argv} != set())

@@ -1,6 +1,8 @@
 """From a TOML file and the options of a command line to a Config, or to one error with everything that is wrong."""
 
 import json
+import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +22,8 @@ from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
 
 Values = Mapping[str, object]
+
+MAX_SHOWN = 120  # characters of a value in an error
 
 _EXPECTED = {  # by the beginning of pydantic's name for a fault
     "int_": "it takes an integer",
@@ -50,10 +54,18 @@ def load_config(path: Path, overrides: Values | None = None) -> Config:
         raise ConfigError(f"{path}: it is a folder; give a TOML file, such as configs/compaction.toml")
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a run needs a TOML file, such as configs/compaction.toml")
+    data = path.read_bytes()
     try:
-        values = tomllib.loads(path.read_bytes().decode())
+        values = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    except ValueError:  # of int()
+        most = sys.get_int_max_str_digits()
+        lines = enumerate(data.decode().splitlines(), 1)
+        number = next(i for i, line in lines if re.search(rf"[\d_]{{{most}}}", line))
+        raise ConfigError(
+            f"{path}, line {number}: a number has more than {most:,} digits; give a smaller one"
+        ) from None
     for name, value in (overrides or {}).items():
         if isinstance(value, Mapping) and name in SECTIONS:
             parsed = {key: _parse(f"{name}.{key}", each) for key, each in value.items()}
@@ -146,7 +158,7 @@ def _fault_lines(fault: ErrorDetails) -> list[str]:
         case "extra_forbidden":
             return [f"{key}: there is no such key{_suggest(key)}"]
         case "missing" if isinstance(fault["loc"][-1], int):
-            return [f"{key.rpartition('.')[0]} is {fault['input']!r}: it takes more numbers"]
+            return [f"{key.rpartition('.')[0]} is {_shown(fault['input'])}: it takes more numbers"]
         case "missing":
             return [f"{key}: missing; it has no default"]
         case "value_error":
@@ -155,7 +167,13 @@ def _fault_lines(fault: ErrorDetails) -> list[str]:
         case kind:
             words = next((text for name, text in _EXPECTED.items() if kind.startswith(name)), None)
             message = words.format(**fault.get("ctx", {})) if words else fault["msg"][0].lower() + fault["msg"][1:]
-            return [f"{key} is {fault['input']!r}: {message}"]
+            return [f"{key} is {_shown(fault['input'])}: {message}"]
+
+
+def _shown(value: object) -> str:
+    """A value in an error, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
 def _is_union_member(part: int | str) -> bool:

@@ -261,7 +261,7 @@ def _columns_of(chunk: Sequence[tuple[str, Any]]) -> dict[str, Sequence]:
     return columns
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object, refused if it has a key twice: Python's own reader would silently keep the last value."""
     record = dict(pairs)
     if len(record) != len(pairs):
@@ -271,7 +271,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record
 
 
-_decode = json.JSONDecoder(object_pairs_hook=_without_duplicates).raw_decode
+_decode = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode
 
 
 def parse_lines(lines: Iterable[str | bytes], *, noun: str = "row") -> Iterator[tuple[str, object]]:

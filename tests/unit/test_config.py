@@ -243,6 +243,20 @@ def test_an_option_that_does_not_fit_is_refused_as_the_file_is(tmp_path: Path, t
         load_config(path, {"train": {"batch_size": text}})
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "text", "twice"),
+    [
+        ("model", "made", '{"model_type": "qwen3", "model_type": "llama"}', "model_type"),
+        ("agent", "options", '{"tool": {"tries": 1, "tries": 2}}', "tries"),
+    ],
+)
+def test_an_option_with_a_json_key_twice_is_refused(tmp_path: Path, section, key, text, twice) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(dump_config(config_with()))
+    with pytest.raises(ConfigError, match=f"{section}.{key}: the key '{twice}' is given 2 times in one object"):
+        load_config(path, {section: {key: text}})
+
+
 INERT = [
     ("model.symbols", "01", {"model": {"path": "here", "made": None}}, "model.made is not set"),
     ("prompts.eval_source", "more.jsonl", {}, "eval.every is 0"),

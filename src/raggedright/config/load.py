@@ -5,7 +5,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
@@ -19,7 +18,8 @@ from pydantic_core import ErrorDetails
 
 from raggedright.config.key_rules import without_effect
 from raggedright.config.schema import Config
-from raggedright.errors import ConfigError
+from raggedright.errors import ConfigError, RowsError
+from raggedright.rows import without_duplicates
 
 Values = Mapping[str, object]
 
@@ -142,12 +142,16 @@ def _parse(key: str, value: object) -> object:
     if value == "null":
         return None
     of_key = kinds(field.annotation)
-    with suppress(ValidationError, ValueError):
+    try:
         if any(kind in (dict, list, tuple) for kind in of_key):
-            return json.loads(value)
+            return json.loads(value, object_pairs_hook=without_duplicates)
         for kind in of_key:
             if kind in (int, float, bool):
                 return TypeAdapter(kind).validate_python(value)
+    except RowsError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    except ValueError:  # pydantic's and json's too
+        pass
     return value
 
 

@@ -27,7 +27,7 @@ def batches(draw: st.DrawFn) -> tuple[Rows, list[dict[str, object]], dict[str, s
         prompt, response = int(rows.prompt_tokens[i]), int(rows.response_tokens[i])
         mask = torch.arange(response) < int(rows.loss_tokens[i])
         row: dict[str, object] = {
-            "input_ids": torch.ones(prompt + response),
+            "input_ids": torch.ones(prompt + response, dtype=torch.long),
             "response_mask": mask,
             "uid": rows.prompt[i],
         }

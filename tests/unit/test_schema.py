@@ -22,7 +22,7 @@ def field(name: str, make: Callable[[int, int], object], lengths=LENGTHS, **opti
 @pytest.mark.parametrize(
     ("name", "make", "kind", "dim", "shape"),
     [
-        ("prompts", lambda p, r: torch.ones(p), "prompt", 0, ()),
+        ("prompts", lambda p, r: torch.ones(p).long(), "prompt", 0, ()),
         ("old_log_probs", lambda p, r: torch.ones(r), "response", 0, ()),
         ("attention_mask", lambda p, r: torch.ones(p + r), "sequence", 0, ()),
         ("position_ids", lambda p, r: torch.arange(p + r), "positions", -1, ()),

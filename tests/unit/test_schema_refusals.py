@@ -51,6 +51,15 @@ def test_a_bad_value_is_refused_by_row_and_field(_, name, value, message):
     refused(rows_of(), fields, f"row p0/1/0: field {name} {message}")
 
 
+@pytest.mark.parametrize("name", ["input_ids", "prompts", "responses", "teacher_ids"])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bool, torch.complex64], ids=str)
+def test_token_ids_that_are_not_integers_are_refused(name: str, dtype: torch.dtype):
+    """Ids of 3.7 were trained as 3."""
+    length = {"prompts": lambda p, r: p, "responses": lambda p, r: r}.get(name, lambda p, r: p + r)
+    fields = fields_of(**{name: lambda p, r: torch.ones(length(p, r)).to(dtype)})
+    refused(rows_of(), fields, f"row p0/0/0: field {name} is {dtype}; token ids are integers")
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nan_is_found_in_every_floating_dtype_and_dim(dtype):
     def make(p, r):
@@ -83,7 +92,7 @@ def test_negative_group_ids_are_kept_for_padding_rows():
 
 
 def test_tokens_and_required_fields_are_missed_by_row():
-    fields = fields_of(prompts=lambda p, r: torch.ones(p), responses=lambda p, r: torch.ones(r))
+    fields = fields_of(prompts=lambda p, r: torch.ones(p).long(), responses=lambda p, r: torch.ones(r).long())
     del fields[1]["input_ids"], fields[0]["responses"]
     infer_schema(rows_of(), fields)
     refused(rows_of(), fields, "row p0/0/0: field responses is missing", required=["responses"])

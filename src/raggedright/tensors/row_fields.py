@@ -234,7 +234,10 @@ def check_finite(column: Column, dim: int) -> None:
 
 
 def check_ids(column: Column) -> None:
-    """Token ids are 0 or more; `forward` checks that they are in the model's vocabulary."""
+    """Token ids are integers, 0 or more; `forward` checks that they are in the model's vocabulary."""
+    dtype = column.tensors[0].dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise column.error(0, f"is {dtype}; token ids are integers: give a tensor of an integer dtype")
     flat = _flat(column)
     is_wrong = flat < 0
     if is_wrong.any():

@@ -7,8 +7,9 @@ import pytest
 from raggedright.report.events import EventLog, LedgerCounts, RoundEvent, WarningEvent, read_events
 from raggedright.report.run_numbers import few_with_signal_words, learned_nothing, no_gradient_words, shown_warnings
 from raggedright.report.run_page import write_report
-from raggedright.train.record import Streak
+from raggedright.train.record import Streak, _streaks
 from unit.made_runs import event
+from unit.test_config import config_with
 
 EQUAL = {
     "actor/grad_norm": 0.0,
@@ -51,14 +52,38 @@ def test_a_run_too_short_for_a_warning_still_has_one_if_no_round_had_a_gradient(
 
 
 def test_a_gradient_of_entropy_alone_is_none_of_the_scores_where_sessions_of_a_prompt_are_compared():
-    round = round_event(1, {**EQUAL, "actor/grad_norm": 0.3})
-    assert learned_nothing(round, has_group_advantages=True)
-    assert not learned_nothing(round, has_group_advantages=False)
+    round = round_event(1, {**EQUAL, "critic/score/max": 1.0, "actor/grad_norm": 0.3})
+    assert learned_nothing(round, has_group_advantages=True, has_critic=False)
+    assert not learned_nothing(round, has_group_advantages=False, has_critic=False)
     assert "the scores of round 1 gave no gradient" in no_gradient_words(1, [round])
 
 
+def test_a_gradient_of_entropy_or_kl_alone_is_none_of_the_scores_where_all_sessions_are_compared():
+    """reinforce++ with an entropy bonus trained on a constant score without a word."""
+    round = round_event(1, {**EQUAL, "actor/grad_norm": 0.3})
+    rounded = round_event(1, {**round.metrics, "critic/score/min": 0.3, "critic/score/max": 0.1 + 0.2})
+    unknown = round_event(1, {"actor/grad_norm": 0.3})
+    assert learned_nothing(round, has_group_advantages=False, has_critic=False)
+    assert learned_nothing(rounded, has_group_advantages=False, has_critic=False)
+    assert not learned_nothing(unknown, has_group_advantages=False, has_critic=False)
+    assert not learned_nothing(round, has_group_advantages=False, has_critic=True)
+
+
+@pytest.mark.parametrize("advantages", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+def test_the_warning_names_the_terms_of_the_loss_that_were_trained_alone(advantages: str):
+    config = config_with(
+        algorithm={"advantages": advantages, "entropy_coef": 0.01},
+        reference={"kl": "loss", "coef": 0.1},
+        logging={"no_gradient_rounds": 1},
+    )
+    warning = _streaks(config, [])[0].add(round_event(1, {**EQUAL, "actor/grad_norm": 0.3}))
+    assert warning
+    terms = "the entropy bonus (algorithm.entropy_coef) and the KL term (reference.coef)"
+    assert f"; only {terms} trained the model. Likely cause" in warning.text
+
+
 def test_a_critic_that_warms_up_is_no_run_without_a_gradient():
-    assert not learned_nothing(round_event(1, {"critic/grad_norm": 0.5}), has_group_advantages=False)
+    assert not learned_nothing(round_event(1, {"critic/grad_norm": 0.5}), has_group_advantages=False, has_critic=True)
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,20 @@
 
 Scores are compared between the first and the last ten rounds, or between the halves of a run of less than 20 rounds.
 
-Nothing was learned in a round if its gradient was exactly zero. With advantages that compare a session only with the
-other sessions of its prompt, nothing was learned either if all sessions of every prompt had the same score: an entropy
-bonus or a KL loss may still produce a gradient, but the scores produce none.
+Nothing was learned in a round if its gradient was exactly zero. Without a critic, nothing was learned either if no
+session had an advantage, because all sessions that are compared, those of a prompt or of the round, had the same score:
+an entropy bonus or a KL loss may still produce a gradient, but the scores produce none.
 """
 
 import builtins
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from typing import NamedTuple
 
 import numpy as np
 
-from raggedright.arrays import Floats
+from raggedright.arrays import ROUNDING, Floats
 from raggedright.report.events import RoundEvent, RunEvents
 from raggedright.report.text import counted, duration, number, score_text, share, visible, with_minus
 
@@ -134,26 +134,37 @@ def shown_warnings(events: RunEvents) -> list[str]:
     return [*([f"{counted(left, 'earlier warning')} in events.jsonl"] if left > 0 else []), *texts[-MAX_WARNINGS:]]
 
 
-def learned_nothing(round: RoundEvent, *, has_group_advantages: bool) -> bool:
+def learned_nothing(round: RoundEvent, *, has_group_advantages: bool, has_critic: bool) -> bool:
     """Whether the actor trained in this round without learning from the scores."""
     norm = round.metrics.get("actor/grad_norm")
     if norm is None:  # the critic warms up, or every step was skipped
         return round.optimizer_steps == 0
-    return norm == 0 or (has_group_advantages and round.metrics.get("prompts/no_signal_ratio") == 1)
+    if norm == 0 or has_critic:
+        return norm == 0
+    if has_group_advantages:
+        return round.metrics.get("prompts/no_signal_ratio") == 1
+    low, high = (round.metrics.get(f"critic/score/{name}", nan) for name in ("min", "max"))
+    return high - low <= ROUNDING * max(abs(low), abs(high))
 
 
-def no_gradient_words(first_round: int, last: Sequence[RoundEvent]) -> str:
-    """The warning about rounds without learning since `first_round`; `last` has the most recent ones."""
+def no_gradient_words(first_round: int, last: Sequence[RoundEvent], *, other_terms: Sequence[str] = ()) -> str:
+    """The warning about rounds without learning since `first_round`; `last` has the most recent ones.
+
+    `other_terms` are the terms of the loss that do not depend on the scores, with the keys that set them.
+    """
     number, rounds = last[-1].round, _rounds_in_words(first_round, last[-1].round)
     norms = [round.metrics.get("actor/grad_norm", 0.0) for round in last]
-    head = f"the scores of {rounds} gave no gradient" if any(norms) else f"{rounds} had no gradient"
+    head = f"{rounds} had no gradient, so nothing was learned from them"
+    if any(norms):
+        trained = f"; only {' and '.join(other_terms)} trained the model" if other_terms else ""
+        head = f"the scores of {rounds} gave no gradient, so nothing was learned from them{trained}"
     of_last = "" if len(last) == number - first_round + 1 else f" in the last {len(last):,} of them"
     causes = [*_score_cause(last), *_failure_cause(last), *_row_causes(last), *_length_cause(last)]
     causes = causes or ["none that the metrics show; look at the advantages of the trajectories in the report"]
     if len(causes) > 1:
         causes = [f"({i}) {cause}" for i, cause in enumerate(causes, 1)]
     likely = f"Likely cause{'s' if len(causes) > 1 else ''}{of_last}"
-    return f"{head}, so nothing was learned from them. {likely}: {'. '.join(causes)}."
+    return f"{head}. {likely}: {'. '.join(causes)}."
 
 
 def has_few_with_signal(round: RoundEvent, *, batch_size: int) -> bool:

@@ -252,8 +252,11 @@ class Streak:
 def _streaks(config: Config, before: Sequence[RoundEvent]) -> list[Streak]:
     """The problems to warn about, with the rounds that a resumed run has already done."""
     batch_size = config.train.batch_size
-    has_no_gradient = partial(learned_nothing, has_group_advantages=config.has_group_advantages)
-    streaks = [Streak("no gradient", config.logging.no_gradient_rounds, has_no_gradient, no_gradient_words)]
+    has_no_gradient = partial(
+        learned_nothing, has_group_advantages=config.has_group_advantages, has_critic=config.has_critic
+    )
+    no_gradient_text = partial(no_gradient_words, other_terms=_terms_without_scores(config))
+    streaks = [Streak("no gradient", config.logging.no_gradient_rounds, has_no_gradient, no_gradient_text)]
     if config.rollout.dynamic_sampling:
         has_few = partial(has_few_with_signal, batch_size=batch_size)
         limit = config.rollout.max_sampled_batches
@@ -263,6 +266,16 @@ def _streaks(config: Config, before: Sequence[RoundEvent]) -> list[Streak]:
         for streak in streaks:
             streak.add(event)
     return streaks
+
+
+def _terms_without_scores(config: Config) -> list[str]:
+    """The terms of the actor's loss that give a gradient whatever the scores are."""
+    terms = {
+        "the entropy bonus (algorithm.entropy_coef)": config.algorithm.entropy_coef,
+        "the KL term (reference.coef)": config.reference.coef if config.reference.kl != "none" else 0,
+        "the balance of experts (experts.balance_coef)": config.experts.balance_coef,
+    }
+    return [term for term, coef in terms.items() if coef]
 
 
 def sample_sessions(setup: Setup, result: RoundResult, count: int) -> tuple[SampledSession, ...]:

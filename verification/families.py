@@ -240,6 +240,9 @@ a collation that is not exact (`check_packs` in `tensors/row_independence.py`). 
 - **Chunked attention** (Llama-4). It is exact when padded. When packed, it is refused unless a pack fits into one
   chunk, because transformers counts chunks from the start of the pack.
 
+With `train.micro_batch_rows = 1`, a pack has one row, and only later tokens and positions of that row are checked.
+Families whose rows attend to each other in a pack are exact with it.
+
 Models are always in evaluation mode, also with `model.activation_checkpointing`, so dropout is never active.
 
 The table was measured with transformers {version}: {families} families of `AutoModelForCausalLM`, built from small

@@ -154,6 +154,18 @@ def test_a_model_that_casts_to_float32_inside_is_right_in_float64(folder):
         assert max(result.rel_error, result.metric_drift) < 1e-14
 
 
+def test_a_family_that_the_local_engine_refuses_has_a_verdict_about_training_alone(folder):
+    assert any(
+        note.startswith("the verdict is about training alone: ") for note in facts_of(folder("conv"), "float64").notes
+    )
+    assert not any("training alone" in note for note in facts_of(folder("gemma"), "float64").notes)
+
+
+def test_one_row_per_micro_batch_is_not_advised_for_a_rope_that_a_run_limits(folder):
+    assert facts_of(folder("longrope"), "float64").rope_limited
+    assert not facts_of(folder("gemma"), "float64").rope_limited
+
+
 def test_experts_that_cannot_be_replayed_are_checked_as_they_route_and_the_keys_of_a_run_are_named(folder):
     facts = facts_of(folder("deepseek"), "float64")
     assert not facts.experts
@@ -200,6 +212,7 @@ def test_verdicts_are_by_collation_and_name_the_fewest_settings_that_are_right()
     assert (packed.collate, packed.cases, packed.failed, packed.gradient) == ("packed", 3, 1, 0.5)
     assert (padded.collate, padded.right) == ("padded", False)
     assert sentence_of("m", results).endswith("set train.micro_batch_rows = 1")
+    assert "train.micro_batch_rows" not in sentence_of("m", results, refused=["train.micro_batch_rows = 1"])
 
 
 def test_every_advantage_of_the_trainer_equals_the_formula_written_out():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from parallel.whole_runs import write_run
+from parallel.whole_runs import BASE, write_run
 from raggedright.config import load_config
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import Collate
@@ -44,6 +44,35 @@ def test_a_family_whose_rows_see_each_other_in_a_pack_is_refused_at_its_default_
     with pytest.raises(ConfigError, match=rf"{name}' does not keep its rows apart.*set train.collate = 'padded'"):
         check_packs(model, PACKED)
     check_packs(model, PADDED)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mamba", "qwen3_next", "jamba", "bloom", "llama4_text"])
+def test_packs_of_one_row_are_exact_and_taken_also_in_a_family_whose_rows_see_each_other(name: str) -> None:
+    """`raggedright check` advises train.micro_batch_rows = 1, and a run refused it."""
+    model = build(name)
+    with pytest.raises(ConfigError, match=r"set train\.collate = 'padded'"):
+        check_packs(model, PACKED, row_tokens=40)
+    check_packs(model, PACKED, row_tokens=40, micro_batch_tokens=40, micro_batch_rows=1)
+    assert max(compare(build_double(name), "packed", lengths=(37,))) < 1e-10
+
+
+def test_packs_of_one_row_are_refused_where_a_row_sees_its_later_tokens() -> None:
+    with pytest.raises(ConfigError, match="model type 'bert' is not causal"):
+        check_packs(build("bert", is_decoder=False, **DEFAULT), PACKED, micro_batch_rows=1)
+
+
+def test_a_run_of_a_family_that_cannot_be_packed_starts_with_one_row_per_micro_batch(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    made = {**BASE["model"]["made"], **sizes, "model_type": "gpt_oss"}
+    model = {"made": made, "attention": "eager", "dtype": "float32"}
+    for rows in (1, 2):
+        values: dict[str, dict[str, object]] = {"model": model, "train": {"micro_batch_rows": rows}}
+        config = load_config(write_run(tmp_path / f"{rows}", values) / "config.toml")
+        if rows == 2:
+            with pytest.raises(ConfigError, match="does not keep its rows apart"):
+                set_up(config, World(0, 1, torch.device("cpu")))
+        else:
+            set_up(config, World(0, 1, torch.device("cpu"))).close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "mixtral", "cohere2"])

@@ -38,12 +38,13 @@ from raggedright.errors import ConfigError
 from raggedright.metrics import row_metrics
 from raggedright.plan.cut import Step
 from raggedright.plan.planner import Role, make_plan
+from raggedright.rollout.local_model import LocalModel
 from raggedright.tensors.collate import Collator, MicroBatch
 from raggedright.tensors.forward import check_tree, forward_log_probs, forward_values
 from raggedright.tensors.images import has_vision, image_filler
 from raggedright.tensors.losses import Sums, entropy_loss, kl_loss, off_policy_metrics, policy_loss, value_loss
 from raggedright.tensors.routing import balance_loss, count_experts, find_routers, routings_of
-from raggedright.tensors.row_independence import check_packs
+from raggedright.tensors.row_independence import check_packs, rope_limits
 from raggedright.tensors.row_schema import infer_schema
 from raggedright.tensors.tensor_batch import TensorBatch
 
@@ -186,6 +187,7 @@ class ModelFacts:
     trees: bool
     recompute: bool
     parameters: int
+    rope_limited: bool  # a run limits its rows, because frequencies follow the longest row of a micro-batch
     notes: tuple[str, ...]
 
 
@@ -213,9 +215,15 @@ def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int |
     critic = only_critic or has_critic(name)
     if not critic:
         notes.append("no critic: transformers has no token classifier of its family")
+    if not only_critic:
+        try:
+            LocalModel(model, pad_token_id=0)
+        except ConfigError as error:
+            notes.append(f"the verdict is about training alone: {str(error).rpartition(';')[0]}")
     recompute = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(name, lengths, critic, experts, trees, recompute, parameters, tuple(notes))
+    rope_limited = bool(rope_limits(model))
+    return ModelFacts(name, lengths, critic, experts, trees, recompute, parameters, rope_limited, tuple(notes))
 
 
 def able(facts: Iterable[ModelFacts], only_critic: Sequence[str] = ()) -> Able:

@@ -3,13 +3,14 @@
 A collation of a model is right if all of its cases are within their tolerance, in every dtype that was checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
 from raggedright.check.cases import Case, short_name
 from raggedright.check.compare import Result
 
+ONE_ROW = "train.micro_batch_rows = 1"
 # Settings that may be right if others are not, the cheapest first, and the cases that have them.
 _REMEDIES: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("train.collate = 'packed'", lambda case: case.collate == "packed"),
@@ -18,7 +19,7 @@ _REMEDIES: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("model.activation_checkpointing = false", lambda case: case.passes == "plain"),
     ("experts.balance_coef = 0", lambda case: case.experts != "balanced"),
     ("experts.replay = false and experts.balance_coef = 0", lambda case: case.experts == "natural"),
-    ("train.micro_batch_rows = 1", lambda case: case.cut == "rows"),
+    (ONE_ROW, lambda case: case.cut == "rows"),
     ("rollout.max_row_tokens below the lengths in the model's config", lambda case: case.rows == "short"),
 )
 _FEWEST = 2  # cases that must have passed with a remedy
@@ -65,8 +66,11 @@ def verdicts(results: Sequence[Result]) -> list[Verdict]:
     ]
 
 
-def sentence_of(model: str, results: Sequence[Result]) -> str:
-    """Which collations are right for a model, which are not and by how much, and what to set."""
+def sentence_of(model: str, results: Sequence[Result], *, refused: Collection[str] = ()) -> str:
+    """Which collations are right for a model, which are not and by how much, and what to set.
+
+    `refused` are settings of which a run refuses this model for another reason.
+    """
     results = [result for result in results if result.case.model == model]
     groups = {how: [r for r in results if r.case.collate == how] for how in ("packed", "padded", "tree")}
     groups = {how: group for how, group in groups.items() if group}
@@ -75,7 +79,7 @@ def sentence_of(model: str, results: Sequence[Result]) -> str:
     name = short_name(model)
     if not faults:
         return f"{name}: {_listed(right)} {'is' if len(right) == 1 else 'are'} right"
-    remedies = _remedies(results)
+    remedies = _remedies(results, refused)
     remedy = f"set {', or '.join(remedies)}" if remedies else f"the smallest failing case is {_smallest(results)}"
     if right:
         return f"{name}: {_listed(right)} {'is' if len(right) == 1 else 'are'} right, {faults}; {remedy}"
@@ -88,11 +92,11 @@ def _fault(group: Sequence[Result]) -> str:
     return f"gradient off by {gradient:.1e}, metrics by {metrics:.1e}, in {len(failed)} of {len(group)} cases"
 
 
-def _remedies(results: Sequence[Result]) -> list[str]:
+def _remedies(results: Sequence[Result], refused: Collection[str]) -> list[str]:
     """The smallest sets of settings with which every case passed; two sets at most."""
     for size in (1, 2):
         remedies = []
-        for settings in combinations(_REMEDIES, size):
+        for settings in combinations((remedy for remedy in _REMEDIES if remedy[0] not in refused), size):
             kept = [result for result in results if all(has(result.case) for _, has in settings)]
             if len(kept) >= _FEWEST and all(result.passed for result in kept):
                 remedies.append(" and ".join(name for name, _ in settings))

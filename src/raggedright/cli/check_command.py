@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         from raggedright.check.check_inputs import BUILTIN, CRITICS
         from raggedright.check.compare import facts_of
-        from raggedright.check.verdict import sentence_of
+        from raggedright.check.verdict import ONE_ROW, sentence_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"check needs {error.name}; {install_hint('train')}") from None
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
     results = _run_cases(cases, args.longest)
     lines = [] if args.most else _run_sections(facts, critics)
     checked = [of_model.model for of_model in facts if any(r.case.model == of_model.model for r in results)]
-    sentences = {name: sentence_of(name, results) for name in checked}
+    limited = [of_model.model for of_model in facts if of_model.rope_limited]
+    sentences = {name: sentence_of(name, results, refused=[ONE_ROW] * (name in limited)) for name in checked}
     if args.format == "json":
         print(json.dumps(_to_dict(results, facts, sentences, lines)))
     else:

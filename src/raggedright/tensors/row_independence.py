@@ -1,6 +1,7 @@
 """Checks before a run that a model gives a row the same outputs in any micro-batch; no model declares this.
 
-Three things are checked, on two random rows that are longer than the windows and kernels in the model's config:
+Three things are checked, on two random rows that are longer than the windows and kernels in the model's config, or on
+one such row if a micro-batch has only one:
 
 - No output of a row depends on another row, or on a later token of its own row: the gradient with respect to the
   input embeddings is exactly zero there. This holds at any scale of the weights; weights that are all zero would hide
@@ -13,7 +14,7 @@ Three things are checked, on two random rows that are longer than the windows an
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -54,26 +55,30 @@ def check_packs(
     *,
     row_tokens: int | None = None,
     micro_batch_tokens: int | None = None,
+    micro_batch_rows: int | None = None,
     key: str = "model",
 ) -> None:
     """A ConfigError if a row's outputs depend on the micro-batch it is in.
 
-    `row_tokens` and `micro_batch_tokens` are the most tokens of a row and of a micro-batch (None: no limit), `key` is
-    the config section of the model.
+    `row_tokens` and `micro_batch_tokens` are the most tokens of a row and of a micro-batch, `micro_batch_rows` the most
+    rows of a micro-batch (None: no limit), `key` is the config section of the model.
     """
     if row_tokens is not None:
         row_tokens = max(row_tokens, collator.min_row_tokens)
     name = f"{key}: model type {_model_type(model)!r}"
     _check_rope(model, row_tokens, name)
-    if collator.how == "packed":
+    num_rows = 1 if micro_batch_rows == 1 else 2
+    if collator.how == "packed" and num_rows > 1:
         _check_chunks(model, micro_batch_tokens, name)
     if collator.how == "tree":
         check_tree(model, row_tokens, key)
-    lengths = probe_lengths(model, collator, row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens)
+    lengths = probe_lengths(
+        model, collator, row_tokens=row_tokens, micro_batch_tokens=micro_batch_tokens, num_rows=num_rows
+    )
     _check_probe(model, collator, lengths, name)
 
 
-def _check_probe(model: nn.Module, collator: Collator, lengths: tuple[int, int], name: str) -> None:
+def _check_probe(model: nn.Module, collator: Collator, lengths: Sequence[int], name: str) -> None:
     with _in_float32(model):
         dtype = _compute_dtype(model)
         try:
@@ -82,8 +87,9 @@ def _check_probe(model: nn.Module, collator: Collator, lengths: tuple[int, int],
             raise
         except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:  # in the model's code
             remedy = "set model.dtype = 'float32'" if dtype is torch.float64 else "use another model"
+            rows = f"rows of {' and '.join(f'{length:,}' for length in lengths)} tokens"
             raise ConfigError(
-                f"{name} does not run on two rows of {lengths[0]:,} and {lengths[1]:,} tokens in {dtype} "
+                f"{name} does not run on {rows} in {dtype} "
                 f"({type(error).__name__}: {' '.join(str(error).split()):.200}); {remedy}"
             ) from error
     tolerance = _TOLERANCE[dtype]
@@ -108,8 +114,8 @@ def _check_probe(model: nn.Module, collator: Collator, lengths: tuple[int, int],
     )
 
 
-def measure(model: nn.Module, collator: Collator, lengths: tuple[int, int]) -> Dependence:
-    """The dependence of two random rows of these lengths in one micro-batch."""
+def measure(model: nn.Module, collator: Collator, lengths: Sequence[int]) -> Dependence:
+    """The dependence of one or two random rows of these lengths in one micro-batch."""
     collator = replace(collator, even_tokens=10**9)  # so that there is one tree
     ids = _random_rows(model, lengths)
     device = next(model.parameters()).device
@@ -160,22 +166,26 @@ def _drift(together: tuple[Tensor, ...], alone: list[Tensor]) -> float:
 
 
 def probe_lengths(
-    model: nn.Module, collator: Collator, *, row_tokens: int | None = None, micro_batch_tokens: int | None = None
-) -> tuple[int, int]:
-    """Two lengths: more than twice any length in the model's config, within the limits of rows and micro-batches.
+    model: nn.Module,
+    collator: Collator,
+    *,
+    row_tokens: int | None = None,
+    micro_batch_tokens: int | None = None,
+    num_rows: int = 2,
+) -> tuple[int, ...]:
+    """One or two lengths: more than twice any length in the model's config, within the limits of the run.
 
-    A length in the config that both rows together cannot reach is ignored: longer rows would only take more time.
+    A length in the config that the rows together cannot reach is ignored: longer rows would only take more time.
     """
     text = _text_config(model)
     whole = micro_batch_tokens or DEFAULT_TOKENS
-    half = (
-        whole // 2 if collator.how == "padded" else 3 * whole // 5 - 1
-    )  # the other row has two thirds of it, and one token
-    limits = (row_tokens, getattr(text, "max_position_embeddings", None), half)
+    if num_rows == 2:  # in a pack, the other row has two thirds of the longer one, and one token
+        whole = whole // 2 if collator.how == "padded" else 3 * whole // 5 - 1
+    limits = (row_tokens, getattr(text, "max_position_embeddings", None), whole)
     most = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
-    both = most + (2 * most // 3 + 1 if collator.how != "padded" else 0)
-    long = max(3, min(max(_LEAST_TOKENS, 2 * longest_length(text, below=both) + 5), most))
-    return max(2, min(2 * long // 3 + 1, most)), long
+    together = most + (2 * most // 3 + 1 if num_rows == 2 and collator.how != "padded" else 0)
+    long = max(3, min(max(_LEAST_TOKENS, 2 * longest_length(text, below=together) + 5), most))
+    return (max(2, min(2 * long // 3 + 1, most)), long)[-num_rows:]
 
 
 def longest_length(config: object, *, below: float = inf) -> int:
@@ -229,18 +239,19 @@ def _check_chunks(model: nn.Module, micro_batch_tokens: int | None, name: str) -
         )
 
 
-def _random_rows(model: nn.Module, lengths: tuple[int, int]) -> list[Tensor]:
-    """Rows that share their first two tokens, as branches of a tree do, and then differ."""
+def _random_rows(model: nn.Module, lengths: Sequence[int]) -> list[Tensor]:
+    """One row, or two that share their first two tokens, as branches of a tree do, and then differ."""
     text = _text_config(model)
     size = int(getattr(text, "vocab_size", 2))
     placeholders = placeholder_ids(getattr(model, "config", None))
     text_ids = torch.tensor([token for token in range(min(size, 10_000)) if token not in placeholders])
     generator = torch.Generator().manual_seed(0)
-    short, long = (text_ids[torch.randint(len(text_ids), (n,), generator=generator)] for n in lengths)
+    rows = [text_ids[torch.randint(len(text_ids), (n,), generator=generator)] for n in lengths]
+    short, long = rows[0], rows[-1]
     long[:2] = short[:2]
-    if len(short) > 2 and bool(short[2] == long[2]):
+    if len(rows) == 2 and len(short) > 2 and bool(short[2] == long[2]):
         long[2] = text_ids[text_ids != short[2]][0]
-    return [short, long]
+    return rows
 
 
 def _collate(collator: Collator, ids: list[Tensor]) -> MicroBatch:

@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -141,16 +142,21 @@ def set_up(config: Config, world: World) -> Setup:
         parts, remedy = ("images", "") if vision else ("experts", ", or experts.replay to false and balance_coef to 0")
         raise ConfigError(f"train.collate is tree and the model has {parts}; set it to packed or padded{remedy}")
     settings = rollout_settings(config, stop_ids(tokenizer, actor), engine.context_tokens, collator)
-    row_tokens = settings.max_row_tokens
-    most_tokens = config.most_tokens(row_tokens)
+    check_rows = partial(
+        check_packs,
+        collator=collator,
+        row_tokens=settings.max_row_tokens,
+        micro_batch_tokens=config.most_tokens(settings.max_row_tokens),
+        micro_batch_rows=config.train.micro_batch_rows,
+    )
     with mixed_precision(config.model, world):
-        check_packs(full_model, collator, row_tokens=row_tokens, micro_batch_tokens=most_tokens)
+        check_rows(full_model)
     critic = None
     if config.has_critic:
         model = load_critic(config.model, config.critic.path, tokenizer, seed=config.seed).to(world.device)
         _check_vocabulary(config, model, actor, len(tokenizer))
         with mixed_precision(config.model, world):
-            check_packs(model, collator, row_tokens=row_tokens, micro_batch_tokens=most_tokens, key="critic")
+            check_rows(model, key="critic")
         critic = Learner("critic", _place(model, config, world), config.critic, world)
     return Setup(
         config=config,

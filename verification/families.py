@@ -237,8 +237,9 @@ a collation that is not exact (`check_packs` in `tensors/row_independence.py`). 
 - **Rope types that depend on the longest row** (longrope, as in Phi-3 with a long context, and dynamic NTK). They are
   refused unless `rollout.max_row_tokens` is at most the model's original number of positions; up to that length they
   do not depend on it.
-- **Chunked attention** (Llama-4). It is exact when padded. When packed, it is refused unless a pack fits into one
-  chunk, because transformers counts chunks from the start of the pack.
+- **Chunked attention, and attention scaled by position** (Llama-4). They are exact when padded. When packed, they are
+  refused unless a pack fits into one chunk (`attention_chunk_size`) and one step of the scale (`floor_scale`), because
+  transformers counts both from the start of the pack.
 
 With `train.micro_batch_rows = 1`, a pack has one row, and only later tokens and positions of that row are checked.
 Families whose rows attend to each other in a pack are exact with it.

@@ -186,6 +186,13 @@ def test_rows_reach_past_every_length_in_the_config_that_is_within_the_limit():
     assert load_case(case)[1].rows.tokens.max() > check_inputs._config("mistral").max_position_embeddings
 
 
+def test_rows_reach_past_every_kind_of_length_that_a_run_checks():
+    config = AutoConfig.for_model("qwen3", vocab_size=40, max_position_embeddings=64)
+    lengths = {"index_topk": 21, "block_size": 22, "floor_scale": 23, "local_attention": 24, "mamba_chunk_size": 25}
+    config.update({**lengths, "chunk_size_feed_forward": 26, "max_window_layers": 27})
+    assert find_lengths(config).reached == {**lengths, "max_position_embeddings": 64}
+
+
 def test_positions_that_are_learned_are_reached_and_not_passed():
     config = AutoConfig.for_model("gpt2", vocab_size=40, n_positions=64, n_embd=32, n_layer=1, n_head=2)
     assert find_lengths(config).row_tokens == (64,)

@@ -147,6 +147,19 @@ def test_attention_in_chunks_is_refused_in_packs_longer_than_a_chunk_and_exact_o
     assert max(compare(model, "padded", lengths=(5, 19, 30))) < 1e-10
 
 
+def test_a_scale_of_attention_is_refused_in_packs_that_reach_it_also_if_two_rows_do_not() -> None:
+    """Llama-4's gradient was off by 0.017: layers without rope scale queries by their place in the pack."""
+    model = build_double("llama4_text", num_hidden_layers=4, attention_chunk_size=4096, floor_scale=30)
+    for row_tokens in (12, 64):
+        with pytest.raises(ConfigError, match=r"of 30 tokens \(floor_scale\).*train\.micro_batch_tokens = 30 or less"):
+            check_packs(model, PACKED, row_tokens=row_tokens, micro_batch_tokens=256)
+    check_packs(model, PACKED, row_tokens=12, micro_batch_tokens=30)
+    check_packs(model, PADDED, row_tokens=64)
+    assert max(compare(model, "packed", lengths=(12,) * 8)) > 1e-4
+    assert max(compare(model, "packed", lengths=(12, 9, 9))) < 1e-10
+    assert max(compare(model, "padded", lengths=(12, 40, 64))) < 1e-10
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "phi3", "cohere2"])
 @pytest.mark.parametrize("how", ["packed", "padded"])
 def test_a_sliding_window_counts_within_the_row_wherever_it_is_in_the_micro_batch(name: str, how: Collate) -> None:

@@ -27,12 +27,13 @@ from raggedright.errors import ConfigError
 from raggedright.rows import Rows
 from raggedright.tensors.images import has_vision, image_positions, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, find_routers
+from raggedright.tensors.row_independence import is_length
 from raggedright.train.load_models import load_actor, load_critic, make_tokenizer
 
 PAST = 4  # tokens beyond a length
 LONGEST = 1_024  # tokens of a row, by default
 SHORT = 12  # tokens; every batch has rows of about this length
-_LENGTH_NAMES = ("window", "chunk", "position_embeddings", "n_positions", "seq_len", "conv", "kernel")
+_POSITIONS = ("position_embeddings", "n_positions", "seq_len")  # parts of names of a number of positions
 _MOST_LOGITS = 2**28  # of a padded micro-batch of _MOST_ROWS rows: 2 GiB in float64
 _MOST_ROWS = 8
 FAR = 25.0  # a log-ratio beyond every clamp
@@ -200,7 +201,7 @@ def _walk(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _walk(value, f"{prefix}{name}.")
-        elif type(value) is int and any(part in name for part in _LENGTH_NAMES) and "layers" not in name:
+        elif type(value) is int and (is_length(name) or any(part in name for part in _POSITIONS)):
             yield prefix + name, value
 
 

@@ -10,7 +10,8 @@ one such row if a micro-batch has only one:
   restart at each row, and choices without a gradient. It is measured in float32, because the rounding of bfloat16 is as
   large as some of these errors; flash attention, which has no float32, is measured in the run's dtype.
 - Rotary embeddings whose frequencies follow the longest row of a micro-batch (longrope, dynamic NTK), and attention in
-  chunks counted from the start of a pack, are found in the config; they are right while rows and packs are short.
+  chunks or with a scale counted from the start of a pack, are found in the config; they are right while rows and packs
+  are short.
 """
 
 import re
@@ -32,7 +33,7 @@ from raggedright.tensors.forward import check_tree, forward_outputs
 from raggedright.tensors.images import placeholder_ids
 
 # Names of lengths in the configs of transformers, and of similar names that are not lengths.
-_LENGTH = re.compile(r"window|local_attention|chunk_(size|length)|block_size|index_topk|conv|kernel")
+_LENGTH = re.compile(r"window|local_attention|chunk_(size|length)|block_size|index_topk|conv|kernel|floor_scale")
 _NOT_LENGTH = re.compile(r"feed_forward|audio|image|vision|layers|pattern|bias|dtype|multiple")
 _LEAST_TOKENS = 12
 # Relative to the spread of the outputs. Measured over all families in docs/models.md: rounding is at most 1e-6 in
@@ -188,10 +189,15 @@ def probe_lengths(
     return (max(2, min(2 * long // 3 + 1, most)), long)[-num_rows:]
 
 
+def is_length(name: str) -> bool:
+    """Whether a key of a model's config is a window, chunk, block or kernel: a number of tokens."""
+    return _LENGTH.search(name) is not None and _NOT_LENGTH.search(name) is None
+
+
 def longest_length(config: object, *, below: float = inf) -> int:
     """The largest window, chunk, block or kernel in a config that is below a limit; 0 if there is none."""
     values = {**vars(config)} if config is not None else {}
-    named = (value for name, value in values.items() if _LENGTH.search(name) and not _NOT_LENGTH.search(name))
+    named = (value for name, value in values.items() if is_length(name))
     lengths = (value for value in named if isinstance(value, int) and not isinstance(value, bool))
     return max((length for length in lengths if length < below), default=0)
 
@@ -225,18 +231,21 @@ def rope_limits(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def _check_chunks(model: nn.Module, micro_batch_tokens: int | None, name: str) -> None:
-    """Refuse packs longer than a chunk: transformers counts chunks from the start of the pack, not of the row."""
+    """Refuse packs longer than what transformers counts from the start of the pack, not of the row."""
     text = _text_config(model)
-    chunk = getattr(text, "attention_chunk_size", None)
-    kinds = getattr(text, "layer_types", None) or ["chunked_attention"]
-    if not chunk or "chunked_attention" not in kinds:
-        return
-    if micro_batch_tokens is None or micro_batch_tokens > chunk:
-        most = "have no limit" if micro_batch_tokens is None else f"may have {micro_batch_tokens:,} tokens"
-        raise ConfigError(
-            f"{name} attends in chunks of {chunk:,} tokens, counted from the start of a pack, and packs {most}; set "
-            f"train.collate = 'padded', or train.micro_batch_tokens = {chunk} or less"
-        )
+    chunk, scale = (getattr(text, key, None) for key in ("attention_chunk_size", "floor_scale"))
+    limits: dict[str, int] = {}
+    if chunk and "chunked_attention" in (getattr(text, "layer_types", None) or ["chunked_attention"]):
+        limits[f"attends in chunks of {chunk:,} tokens"] = chunk
+    if scale and getattr(text, "attn_temperature_tuning", False):
+        limits[f"scales attention in steps of {scale:,} tokens (floor_scale)"] = scale
+    for what, limit in sorted(limits.items(), key=lambda item: item[1]):
+        if micro_batch_tokens is None or micro_batch_tokens > limit:
+            most = "have no limit" if micro_batch_tokens is None else f"may have {micro_batch_tokens:,} tokens"
+            raise ConfigError(
+                f"{name} {what}, counted from the start of a pack, and packs {most}; set train.collate = 'padded', or "
+                f"train.micro_batch_tokens = {limit} or less"
+            )
 
 
 def _random_rows(model: nn.Module, lengths: Sequence[int]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load
 
 from raggedright.sessions import Session
+from raggedright.store.encoding import dropped_digest
 from raggedright.store.session_store import StoreError, prune
 from raggedright.store.sqlite import SqliteStore
 from raggedright.store.sqlite_file import APPLICATION_ID, FORMAT
@@ -167,6 +168,10 @@ def read_small(path: Path) -> None:
         "UPDATE log SET id = -1 WHERE session = 3",
         "UPDATE meta SET value = 'other' WHERE name = 'run'",
         "DELETE FROM meta WHERE name = 'run'",
+        "UPDATE meta SET value = 0 WHERE name = 'dropped_round'",
+        "UPDATE meta SET value = '-1' WHERE name = 'dropped_round'",
+        "UPDATE meta SET value = zeroblob(16) WHERE name = 'dropped_digest'",
+        "DELETE FROM meta WHERE name = 'dropped_digest'",
         "DELETE FROM arrays",
     ],
 )
@@ -174,6 +179,24 @@ def test_an_altered_file_is_an_error(path: Path, statement: str) -> None:
     alter(path, statement)
     with pytest.raises(StoreError):
         read_rounds(path)
+
+
+@pytest.mark.parametrize("use", ["sessions", "rounds", "read", "append", "drop"])
+def test_an_altered_watermark_hides_no_session_and_deletes_none(path: Path, use: str) -> None:
+    alter(path, "UPDATE meta SET value = 1 WHERE name = 'dropped_round'")
+    calls = {
+        "sessions": lambda store: store.sessions(0),
+        "rounds": lambda store: store.rounds(),
+        "read": lambda store: store.read([row(key("p", 1))]),
+        "append": lambda store: store.append([failed(key("new"))]),
+        "drop": lambda store: store.drop(0),
+    }
+    with SqliteStore(path) as store, pytest.raises(StoreError, match=r"rows\.db: meta.dropped_round is 1 .*checksum"):
+        calls[use](store)
+    alter(path, "UPDATE meta SET value = -1 WHERE name = 'dropped_round'")
+    read_all(path)
+    with SqliteStore(path) as store:
+        assert len(store.sessions(0)) == 20
 
 
 def test_the_file_and_the_log_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
@@ -286,7 +309,9 @@ def test_prune_drops_rounds_of_a_durable_checkpoint_except_the_last_keep_rounds(
 
 
 def test_an_interrupted_drop_hides_the_round_and_is_completed_by_the_next(path: Path) -> None:
-    alter(path, "UPDATE meta SET value = 0 WHERE name = 'dropped_round'")
+    with SqliteStore(path) as store:
+        digest = dropped_digest(store.run, 0).hex()
+    alter(path, f"UPDATE meta SET value = iif(name = 'dropped_round', 0, x'{digest}') WHERE name LIKE 'dropped%'")
     with SqliteStore(path) as store:
         assert len(store.sessions(0)) == 0
         with pytest.raises(StoreError, match="dropped"):

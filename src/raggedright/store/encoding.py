@@ -93,7 +93,12 @@ def is_finished(text: str) -> bool:
     return json.loads(text)[1] == ""
 
 
-def digest_of(run: str, key: SessionKey | RowKey, data: bytes | str) -> bytes:
+def dropped_digest(run: str, round: object) -> bytes:
+    """The digest of the last dropped round; in a damaged file it can have any type."""
+    return digest_of(run, ("dropped_round",), repr(round))
+
+
+def digest_of(run: str, key: tuple[object, ...], data: bytes | str) -> bytes:
     """A digest that depends on the data, its key and the run."""
     name = repr((run, *key)).encode("utf-8", "backslashreplace")
     return sha256(b"\0".join((name, data.encode() if isinstance(data, str) else data))).digest()[:DIGEST_BYTES]

@@ -17,7 +17,7 @@ from uuid import uuid4
 from numpy.typing import NDArray
 
 from raggedright.sessions import MOST_TRAJECTORIES, RowKey, Session, SessionKey, SessionTable
-from raggedright.store.encoding import decode_row, decode_table, encode_session
+from raggedright.store.encoding import decode_row, decode_table, dropped_digest, encode_session
 from raggedright.store.session_store import Store, StoreError, already_recorded, round_dropped, row_missing
 from raggedright.store.sqlite_file import Database
 
@@ -71,7 +71,7 @@ class SqliteStore(Store):
             return
         more = f" and {len(encoded) - 1:,} more" if len(encoded) > 1 else ""
         with self._database.write(f"append of {encoded[0].key}{more}") as connection:
-            dropped = _dropped(connection)
+            dropped = self._dropped(connection)
             (first_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM log").fetchone()
             for session_id, (key, text, digest, rows, row_digests) in enumerate(encoded, first_id):
                 if key.round <= dropped:
@@ -89,20 +89,20 @@ class SqliteStore(Store):
     def sessions(self, round: int, *, every_attempt: bool = False) -> SessionTable:
         """The sessions of a round."""
         with self._database.read(f"listing of round {round}") as connection:
-            entries = connection.execute(_SESSIONS, (round,)).fetchall() if round > _dropped(connection) else []
+            entries = connection.execute(_SESSIONS, (round,)).fetchall() if round > self._dropped(connection) else []
         lines = [(SessionKey(*entry[:4]), *entry[4:]) for entry in entries]
         return decode_table(self.run, round, lines, every_attempt=every_attempt)
 
     def rounds(self) -> dict[int, int]:
         """The number of finished sessions of each round that has any."""
         with self._database.read("listing") as connection:
-            return dict(connection.execute(_FINISHED, (_dropped(connection),)).fetchall())
+            return dict(connection.execute(_FINISHED, (self._dropped(connection),)).fetchall())
 
     def read(self, keys: Sequence[RowKey], fields: Collection[str] | None = None) -> list[dict[str, NDArray]]:
         """The arrays of these rows; all are read in one snapshot."""
         rows: list[dict[str, NDArray]] = []
         with self._database.read(f"reading of {len(keys):,} rows") as connection:
-            dropped = _dropped(connection)
+            dropped = self._dropped(connection)
             for start in range(0, len(keys), KEYS_PER_QUERY):
                 part = keys[start : start + KEYS_PER_QUERY]
                 query = _ROWS.format(",".join(["(?,?,?,?,?,?)"] * len(part)))
@@ -122,12 +122,14 @@ class SqliteStore(Store):
     def drop(self, round: int) -> None:
         """Delete a round and those before it."""
         with self._database.write(f"drop of round {round}") as connection:
-            connection.execute("UPDATE meta SET value = max(value, ?) WHERE name = 'dropped_round'", (round,))
+            last = max(round, self._dropped(connection))
+            meta = {"dropped_round": last, "dropped_digest": dropped_digest(self.run, last)}
+            connection.executemany("UPDATE meta SET value = ?2 WHERE name = ?1", meta.items())
         deleted = True
         while deleted:
             with self._database.write(f"drop of round {round}") as connection:
                 query = "SELECT id FROM log WHERE round <= ? LIMIT ?"
-                deleted = connection.execute(query, (_dropped(connection), SESSIONS_PER_DELETE)).fetchall()
+                deleted = connection.execute(query, (self._dropped(connection), SESSIONS_PER_DELETE)).fetchall()
                 row_ids = [(i * MOST_TRAJECTORIES, (i + 1) * MOST_TRAJECTORIES) for (i,) in deleted]
                 connection.executemany("DELETE FROM arrays WHERE id >= ? AND id < ?", row_ids)
                 connection.executemany("DELETE FROM log WHERE id = ?", deleted)
@@ -136,12 +138,18 @@ class SqliteStore(Store):
         """Close the file; what was appended stays."""
         self._database.close()
 
+    def _dropped(self, connection: Connection) -> int:
+        """The last dropped round; an altered one would hide sessions, so it has a digest."""
+        round, digest = _meta(connection, "dropped_round"), _meta(connection, "dropped_digest")
+        if not isinstance(round, int) or digest != dropped_digest(self.run, round):
+            raise StoreError(
+                f"{self._database.path}: meta.dropped_round is {round!r:.40} and does not match its checksum; the file "
+                "was altered: restore a copy of it, or start again with --fresh"
+            )
+        return round
 
-def _dropped(connection: Connection) -> int:
-    return _meta(connection, "dropped_round")  # pyright: ignore[reportReturnType]
 
-
-def _meta(connection: Connection, name: str) -> int | str:
+def _meta(connection: Connection, name: str) -> object:
     entry = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
     if entry is None:
         raise StoreError(f"table meta has no {name}; the file was altered: restore a copy of it, or use another one")

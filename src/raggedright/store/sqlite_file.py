@@ -26,17 +26,19 @@ from uuid import uuid4
 
 from raggedright.files import sync
 from raggedright.sessions import MOST_TRAJECTORIES, ROW_COLUMNS
+from raggedright.store.encoding import dropped_digest
 from raggedright.store.session_store import StoreError
 
 APPLICATION_ID = 0x52476474  # "RGdt", at byte 68 of the file
-FORMAT = 5  # the user_version, at byte 60
+FORMAT = 6  # the user_version, at byte 60
 PAGE_SIZE = 16_384
 WAL_BYTES = 64 * 2**20  # the log is written back to the file whenever it has grown by this much
 MIN_FREE_BYTES = 2**18  # with less free space SQLite's temporary files do not fit, which it reports as other errors
 _ROW_COLUMNS = ", ".join(f"json_extract(r.value, '$[{i}]') AS {name}" for i, name in enumerate(ROW_COLUMNS))
 
 SCHEMA = (
-    # run: the id of the run that the sessions belong to; dropped_round: this round and those before it were dropped
+    # run: the id of the run that the sessions belong to; dropped_round: this round and those before it were dropped;
+    # dropped_digest: over both
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value ANY NOT NULL) STRICT, WITHOUT ROWID",
     # text and digest: as raggedright.store.encoding makes them
     """CREATE TABLE log (
@@ -105,7 +107,8 @@ def make_file(path: Path, run: str) -> None:
             connection.execute("BEGIN IMMEDIATE")
             for statement in SCHEMA:
                 connection.execute(statement)
-            connection.execute("INSERT INTO meta VALUES ('run', ?), ('dropped_round', -1)", (run,))
+            meta = {"run": run, "dropped_round": -1, "dropped_digest": dropped_digest(run, -1)}
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             connection.execute("COMMIT")
         sync(new_path)
         with suppress(FileExistsError):

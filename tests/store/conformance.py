@@ -11,6 +11,7 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
+import torch
 
 from raggedright.errors import RaggedRightError
 from raggedright.sessions import ROW_COLUMNS, RowKey, Session, SessionError, SessionKey
@@ -120,6 +121,7 @@ def test_a_key_is_written_once(store: Store, again: Session) -> None:
     assert store.sessions(0).num_rows.tolist() == [1, 0]
 
 
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 INVALID_SESSIONS = {
     "score": finished(key(), score=float("nan")),
     "score is 1000": finished(key(), score=10**400),
@@ -133,6 +135,12 @@ INVALID_SESSIONS = {
     "row p/0/0.*shapes": finished(key(), tokens(1, response_mask=np.ones(3))),
     "row p/0/0.*input_ids": finished(key(), tokens(1, input_ids=[1, 2])),
     "row p/0/0.*odd": finished(key(), tokens(1, extra={"odd": np.array([object()])})),
+    "row p/0/0.*'meta' is a Tensor": finished(key(), tokens(1, extra={"meta": torch.empty(3, device="meta")})),
+    "row p/0/1.*'nested' is a NestedTensor": finished(key(), tokens(1), tokens(1, extra={"nested": NESTED})),
+    "row p/0/0.*'tensor' is a Tensor": finished(key(), tokens(1, extra={"tensor": torch.ones(3)})),
+    "row p/0/0.*'list' is a list": finished(key(), tokens(1, extra={"list": [0.5, 1.0]})),
+    "row p/0/0.*'none' is a NoneType": finished(key(), tokens(1, extra={"none": None})),
+    "row p/0/0.*'text' is an array of <U1": finished(key(), tokens(1, extra={"text": np.array(["a"])})),
     "round": finished(key(round=-1)),
     "session": finished(key(session=2**63)),
     "attempt": finished(key(attempt=-1)),

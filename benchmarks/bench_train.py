@@ -1,12 +1,15 @@
 """The trainer's speed: where the time of a round goes, compared with a bare loop and with TRL, and how the cost grows.
 
     python benchmarks/bench_train.py [--quick] [--rounds N] [--blocks N]
+    python benchmarks/bench_train.py --only large [--sessions 20000]
 
 The verification round has 45 prompts x 8 sessions, three optimizer steps, and, with a policy that writes well-formed
 replies (trained once, kept in runs/bench), about 950 rows. `bare` is the same round in plain torch without a store,
 plan, ledger or metrics (train_bare.py). In the comparison with TRL a session has one trajectory of up to three tokens:
 360 rows and three optimizer steps per round, TRL in one process with two threads. All programs are started once and
 take turns, a few rounds at a time; figures are medians over rounds. `--quick` skips the growth of the cost.
+
+`--only large` prints two rounds of very many sessions by part; it takes minutes and does not run with the others.
 """
 
 import argparse
@@ -212,7 +215,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="not how cost grows")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of a program before the next one's turn")
     parser.add_argument("--blocks", type=int, default=4, help="turns of each program")
-    parser.add_argument("--only", choices=("round", "trl", "growth"), help="one part alone")
+    parser.add_argument("--only", choices=("round", "trl", "growth", "large"), help="one part alone")
+    parser.add_argument("--sessions", type=int, default=20_000, help="per round of --only large, from 40")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="bench-train-"))
     try:
@@ -224,6 +228,10 @@ def main() -> None:
             from train_growth import growth
 
             growth(work)
+        if args.only == "large":
+            from train_growth import large_rounds
+
+            large_rounds(work, sessions=args.sessions, rounds=2)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

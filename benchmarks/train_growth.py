@@ -5,12 +5,15 @@ to something: the model's to tokens (and, with length, to its square), that of t
 rows. So seconds per row should be constant, or fall, along a line of the table; with length, seconds per token. All
 sizes of a table take turns, one round each, and the cheapest round of a size counts, so that other load on the machine
 is not mistaken for growth.
+
+`large_rounds` prints the seconds of rounds with very many sessions: `bench_train.py --only large --sessions 20000`.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 
 import torch
 from rich.console import Console
@@ -86,23 +89,43 @@ def prepare(case: Case, folder: Path) -> Setup:
     return set_up(config, World(0, 1, torch.device("cpu")))
 
 
-def run_round(setup: Setup, round: int) -> dict[str, float]:
-    """CPU seconds of a round by part, and its rows."""
-    clock, began = Clock(), process_time()
+def run_round(setup: Setup, round: int, now: Callable[[], float] = process_time) -> dict[str, float]:
+    """Seconds of a round by part, CPU seconds by default, and its rows; `now` is also the clock of the parts."""
+    clocks.perf_counter = now
+    clock, began = Clock(), now()
     with clock("rollout"):
         sampled = sample_round(setup, round)
     assert sampled is not None
     result = train_round(setup, round, sampled, clock)
     parts = dict(clock.seconds)
-    parts["other"] = process_time() - began - sum(parts.values())
+    parts["other"] = now() - began - sum(parts.values())
     setup.store.drop(round)
     return parts | {"rows": float(len(result.table.rows))}
+
+
+def large_rounds(work: Path, *, sessions: int, rounds: int) -> None:
+    """Print the seconds by part of rounds of the verification run's agent with this many sessions, on one rank."""
+    prompts = sessions // 8
+    train = {"batch_size": prompts, "mini_batch_size": prompts // 5}
+    folder = write_config(work / "large", None, rollout={"n": 8}, train=train, parallel={"dp": 1})
+    setup = set_up(load_config(folder / "config.toml"), World(0, 1, torch.device("cpu")))
+    title = f"{8 * prompts:,} sessions per round, dp 1, {torch.get_num_threads()} threads: seconds by part"
+    table = Table("round", "rows", *PARTS, "sum", "CPU", title=title)
+    for round in range(1, rounds + 1):
+        cpu_began = process_time()
+        parts = run_round(setup, round, perf_counter)
+        figures = [f"{parts[part]:,.2f}" for part in PARTS]
+        total = sum(parts[part] for part in PARTS)
+        table.add_row(
+            str(round), f"{parts['rows']:,.0f}", *figures, f"{total:,.1f}", f"{process_time() - cpu_began:,.1f}"
+        )
+    setup.close()
+    Console(width=130).print(table)
 
 
 def growth(work: Path) -> None:
     """Measure all, print the tables and draw the picture."""
     torch.set_num_threads(1)
-    clocks.perf_counter = process_time  # so that other load on the machine does not count
     panels = []
     for what, cases in GROWTH.items():
         parts_by_case = measure(cases, work / what.replace(" ", "-"))

@@ -259,6 +259,7 @@ def test_an_option_with_a_json_key_twice_is_refused(tmp_path: Path, section, key
 
 INERT = [
     ("model.symbols", "01", {"model": {"path": "here", "made": None}}, "model.made is not set"),
+    ("model.compute_dtype", "bfloat16", {"model": {"dtype": "bfloat16"}}, "model.dtype is bfloat16"),
     ("prompts.eval_source", "more.jsonl", {}, "eval.every is 0"),
     ("eval.prompts", 8, {}, "eval.every is 0"),
     ("rollout.retries", 3, {"rollout": {"on_failure": "zero"}}, "rollout.on_failure is zero"),
@@ -291,6 +292,7 @@ INERT = [
     ("parallel.start_timeout", 60, {}, "parallel.launcher is local"),
     ("store.storage_units", 4, {}, "store.backend is sqlite"),
     ("store.timeout", 10, {}, "store.backend is sqlite"),
+    ("store.options", {"url": "here"}, {}, "store.backend is sqlite"),
     ("logging.sample_every", 5, {"logging": {"sample_sessions": 0}}, "logging.sample_sessions is 0"),
 ]
 
@@ -303,6 +305,24 @@ def test_a_setting_without_effect_is_warned_of_when_it_is_set(key, value, others
     (warning,) = [warning for warning in warnings if warning.startswith(f"{key} is ")]
     assert f"has no effect: {why};" in warning
     assert "\n" not in warning
+
+
+def test_a_setting_that_is_set_to_no_value_is_not_warned_of() -> None:
+    assert config_with(model={"dtype": "bfloat16", "compute_dtype": None}).warnings() == []
+
+
+@pytest.mark.parametrize("kl", ["loss", "reward"])
+def test_a_kl_of_weight_zero_is_warned_of(kl: str) -> None:
+    (warning,) = config_with(reference={"kl": kl, "coef": 0}).warnings()
+    assert f"reference.kl is {kl} and reference.coef 0" in warning
+    assert config_with(reference={"kl": kl}).warnings() == []
+
+
+def test_options_of_a_tracker_that_is_not_used_are_refused_when_the_config_is_read() -> None:
+    wandb = {"wandb": {"project": "digits"}}
+    with pytest.raises(ConfigError, match=r"logging\.tracker_options\.wandb is set and logging\.trackers is \["):
+        config_with(logging={"tracker_options": wandb})
+    assert config_with(logging={"trackers": ["wandb"], "tracker_options": wandb}).warnings() == []
 
 
 def test_every_rule_of_settings_without_effect_is_tried() -> None:

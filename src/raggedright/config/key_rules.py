@@ -1,7 +1,7 @@
 """Rules about single keys: which have no effect because of another key's value, and which a resumed run must keep.
 
-A key that was set in the file or on the command line and has no effect is one warning. A key that was not set and has
-no effect is left out of the resolved config, so that training again from it does not warn.
+A key that was set in the file or on the command line and has no effect is one warning. A key that was not set, or set
+to no value, and has no effect is left out of the resolved config, so that training again from it does not warn.
 
 A resumed run must keep a key if the finished rounds would have had other weights, tasks or groups with another value.
 The keys that only decide how rows are cut and where ranks run may change, because the objective stays the same.
@@ -42,6 +42,7 @@ def _is_set(value: object) -> bool:
 _OF_CRITIC = tuple(f"critic.{name}" for name in Critic.model_fields if name not in ("mini_batch_size", "warmup_rounds"))
 RULES = (  # the first rule that a key breaks is reported
     Rule(("model.symbols",), "model.made", _is_set, "set it instead of model.path"),
+    _one_of("model.compute_dtype", "model.dtype", "float32", "float64"),
     Rule(("prompts.eval_source", "eval.prompts"), "eval.every", bool, "set it to 1 or more"),
     _one_of("rollout.retries", "rollout.on_failure", "retry"),
     Rule(("rollout.max_sampled_batches",), "rollout.dynamic_sampling", bool, "set it to true"),
@@ -71,10 +72,12 @@ def without_effect(config: "Config", *, explicit: bool) -> Iterator[tuple[str, s
         deciding = config.store_backend if rule.decided_by == "store.backend" else _value(config, rule.decided_by)
         for key in () if rule.passes(deciding) else rule.keys:
             section, name = key.split(".")
-            if key not in seen and (name in getattr(config, section).model_fields_set) == explicit:
+            value = _value(config, key)
+            is_explicit = name in getattr(config, section).model_fields_set and value is not None
+            if key not in seen and is_explicit == explicit:
                 seen.add(key)
                 why = f"{rule.decided_by} is {'not set' if deciding is None else deciding}"
-                yield key, f"{key} is {_value(config, key)} and has no effect: {why}; {rule.remedy}, or remove {key}"
+                yield key, f"{key} is {value} and has no effect: {why}; {rule.remedy}, or remove {key}"
 
 
 def _value(config: "Config", key: str) -> object:

@@ -77,6 +77,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _check_keys_together(self) -> "Config":
         faults = [*self._critic_faults(), *self._advantage_faults(), *self._launcher_faults(), *self._size_faults()]
+        faults += self._tracker_faults()
         try:
             self.layout(round=1)
         except ConfigError as error:
@@ -152,6 +153,15 @@ class Config(BaseModel):
                 "may fit no micro-batch; lower the first, raise the second, or set train.over_long to alone or drop"
             )
 
+    def _tracker_faults(self) -> Iterator[str]:
+        trackers = self.logging.trackers
+        for name in self.logging.tracker_options:
+            if name not in trackers:
+                yield (
+                    f"logging.tracker_options.{name} is set and logging.trackers is {trackers}; add {name!r} to it, or "
+                    "remove the options"
+                )
+
     def warnings(self) -> list[str]:
         """Settings that are allowed but may not be intended."""
         rollout, train, warnings = self.rollout, self.train, []
@@ -165,6 +175,11 @@ class Config(BaseModel):
             warnings.append(
                 f"train.batch_size is {train.batch_size} and train.mini_batch_size {train.mini_batch_size}: "
                 f"prompts are spread evenly, about {train.batch_size / num_steps:.3g} in each of {num_steps} steps"
+            )
+        if self.reference.kl != "none" and not self.reference.coef:
+            warnings.append(
+                f"reference.kl is {self.reference.kl} and reference.coef 0: the reference model costs time and memory, "
+                "and its KL trains nothing; set reference.coef above 0, or reference.kl to none"
             )
         return [*warnings, *(sentence for _, sentence in without_effect(self, explicit=True))]
 

@@ -173,11 +173,6 @@ class Trackers:
 def check_trackers(config: Config) -> None:
     """A ConfigError for a tracker that does not exist, or whose package is not installed."""
     options = config.logging.tracker_options
-    if unknown := [name for name in options if name not in config.logging.trackers]:
-        raise ConfigError(
-            f"logging.tracker_options.{unknown[0]} is set and logging.trackers is {[*config.logging.trackers]}; "
-            f"add {unknown[0]!r} to it, or remove the options"
-        )
     for name in config.logging.trackers:
         package, extra = PACKAGES.get(name, ("", ""))
         if package and find_spec(package) is None:

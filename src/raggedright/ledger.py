@@ -6,10 +6,12 @@
     skipped   it has no loss token, so there is nothing to learn from it; or it was sampled and then left out of the
               batch, because its prompt has no signal or the batch was full (dynamic sampling)
 
-Padding rows are counted separately. `close_ledger` recounts the plan row by row and role by role, and raises an error
-if the sums are wrong: no row can be lost between `Rows` and steps.
+Outcomes are recorded with their exact cause. Where they are shown, causes that differ only in numbers and quoted text
+are counted together (`group_similar`). Padding rows are counted separately. `close_ledger` recounts the plan row by row
+and role by role, and raises an error if the sums are wrong: no row can be lost between `Rows` and steps.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ DROPPED = Outcome("dropped", "over_long")
 SKIPPED = Outcome("skipped", "no loss tokens")
 
 
+_VARIES = re.compile(r"""(?<!\w)(['"`]).*?\1(?!\w)|\b\w*\d[\w.,]*""")
 _OUTCOMES = (TRAINED, DROPPED, SKIPPED)  # a session is trained if one of its rows is, and so on
 
 
@@ -102,6 +105,23 @@ class Ledger:
     def _count_sessions(self) -> list[tuple[Outcome, int]]:
         left_out = {outcome: rows.num_sessions for outcome, rows in self._left_out.items()}
         return _count(self._of_session, self._failed.values(), left_out)
+
+
+def without_details(cause: str) -> str:
+    """A cause with a placeholder for each number, word with a digit, and quoted text."""
+    return _VARIES.sub("…", cause)
+
+
+def group_similar(counts: Mapping[str, int]) -> Counter[str]:
+    """Counts of outcomes in words, summed where only details differ: then `such as` and one example name them."""
+    groups: dict[str, Counter[str]] = {}
+    for text, count in counts.items():
+        groups.setdefault(without_details(text), Counter())[text] += count
+    grouped: Counter[str] = Counter()
+    for group in groups.values():
+        example = group.most_common(1)[0][0]
+        grouped[example.replace("(", "(such as ", 1) if len(group) > 1 else example] = group.total()
+    return grouped
 
 
 def close_ledger(
@@ -175,5 +195,5 @@ def _count(outcomes: Ints, failed: Iterable[str], left_out: Mapping[Outcome, int
 
 
 def _sum(counts: list[tuple[Outcome, int]]) -> str:
-    total = sum(count for _, count in counts)
-    return f"{total:,} = " + (" + ".join(f"{count:,} {outcome}" for outcome, count in counts) or "0")
+    grouped = group_similar({str(outcome): count for outcome, count in counts})
+    return f"{grouped.total():,} = " + (" + ".join(f"{count:,} {outcome}" for outcome, count in grouped.items()) or "0")

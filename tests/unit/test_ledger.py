@@ -22,6 +22,28 @@ def batch() -> Rows:
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "similar"),
+    [
+        ("no such city for task 16", "no such city for task 17", True),
+        ("KeyError: 'Paris'", "KeyError: 'Rome and Oslo'", True),
+        ('no "a" in reply', 'no "b" in reply', True),
+        ("timed out after 3.5 s", "timed out after 1,200 s", True),
+        ("<Agent object at 0x7f3a>", "<Agent object at 0x88bc>", True),
+        ("the agent's reply isn't JSON", "the agent's answer isn't JSON", False),
+        ("KeyError: 'Paris'", "ValueError: 'Paris'", False),
+    ],
+)
+def test_causes_are_counted_together_if_they_differ_only_in_numbers_and_quoted_text(first, second, similar):
+    ledger = close_ledger(make_plan(batch(), LAYOUT), {("p8", 0): first, ("p8", 1): second, ("p9", 0): first})
+    shown = f"3 failed (such as {first})" if similar else f"1 failed ({second})"
+    assert shown in str(ledger)
+    sessions = ledger.to_dict()["sessions"]
+    assert isinstance(sessions, dict)
+    assert (sessions[f"failed ({first})"], sessions[f"failed ({second})"]) == (2, 1)
+    assert ledger.sessions["p8", 1].cause == second
+
+
 def test_every_row_and_session_has_one_outcome():
     ledger = close_ledger(make_plan(batch(), LAYOUT), failed={("d", 3): "timeout"})
     trained, failed = Outcome("trained"), Outcome("failed", "timeout")

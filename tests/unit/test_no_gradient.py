@@ -92,6 +92,12 @@ def test_a_critic_that_warms_up_is_no_run_without_a_gradient():
         ({}, {}, {}, ["every finished session scored 0.5", "reward is constant"]),
         ({"critic/score/max": 1.0}, {}, {}, ["sessions of each prompt scored the same, from 0.5 to 1", "temperature"]),
         ({}, {"trained": 2, "failed (a)": 1, "failed (timed out)": 5}, {}, ["18 of 24 sessions failed", "timed out"]),
+        (
+            {},
+            {"trained": 1, "failed (KeyError: 'a')": 2, "failed (no city 16)": 1, "failed (no city 17)": 4},
+            {},
+            ["21 of 24 sessions failed, most often (15 times) with: no city 17"],
+        ),
         ({}, {}, {"trained": 1, "skipped (no loss tokens)": 3}, ["9 of 12 rows had no loss token", "await"]),
         ({}, {}, {"dropped (over_long)": 4}, ["12 of 12 rows were dropped", "train.micro_batch_tokens"]),
         (

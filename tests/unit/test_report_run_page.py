@@ -286,7 +286,7 @@ def test_the_help_has_examples(capsys):
 
 
 def test_failed_sessions_are_grouped_by_their_cause(tmp_path):
-    """There were up to 40 rows of one cause."""
+    """There were up to 40 rows of one cause, and one row per number in a cause."""
     rng = np.random.default_rng(0)
     with EventLog(tmp_path / "events.jsonl") as log:
         log.write(event("start", **START))
@@ -296,11 +296,12 @@ def test_failed_sessions_are_grouped_by_their_cause(tmp_path):
             log.write(event("round", **{**made_round(rng, number, 2), "failed": failed}))
     _, html = page_of(tmp_path)
     table = html.partition('<table class="causes">')[2].partition("</table>")[0]
-    assert table.count("<tr>") == 1 + 3
+    assert table.count("<tr>") == 1 + 2
+    assert "such as ValueError: 1<" in table
     assert table.count("timed out after 300 s") == 1
     assert "100</td>" in table
     assert "p47/0 in round 2, p48/0 in round 2, p49/0 in round 2, + 97 more sessions" in table
-    assert "q/1 in round 1" in table
+    assert "q/1 in round 1, q/2 in round 2" in table
 
 
 def test_advantages_that_are_all_zero_have_no_scale(tmp_path):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raggedright.arrays import ROUNDING, Floats
+from raggedright.ledger import group_similar
 from raggedright.report.events import RoundEvent, RunEvents
 from raggedright.report.text import counted, duration, number, score_text, share, visible, with_minus
 
@@ -106,8 +107,8 @@ def parts_total(events: RunEvents) -> list[tuple[str, float]]:
 
 
 def session_outcomes(rounds: Iterable[RoundEvent]) -> Counter[str]:
-    """Sessions by outcome."""
-    return _add_counts(each.ledger.sessions for each in rounds)
+    """Sessions by outcome; failures with similar causes are counted together."""
+    return group_similar(_add_counts(each.ledger.sessions for each in rounds))
 
 
 def row_outcomes(rounds: Iterable[RoundEvent]) -> Counter[str]:
@@ -216,8 +217,10 @@ def _failure_cause(rounds: Sequence[RoundEvent]) -> list[str]:
     failed = Counter({name: count for name, count in outcomes.items() if name.startswith("failed")})
     if failed.total() < MOSTLY * max(outcomes.total(), 1):
         return []
-    cause = failed.most_common(1)[0][0].removeprefix("failed (").removesuffix(")")[:MAX_CAUSE]
-    return [f"{failed.total():,} of {counted(outcomes.total(), 'session')} failed, most often with: {cause}"]
+    outcome, count = failed.most_common(1)[0]
+    cause = outcome.removeprefix("failed (").removeprefix("such as ").removesuffix(")")[:MAX_CAUSE]
+    sessions = counted(outcomes.total(), "session")
+    return [f"{failed.total():,} of {sessions} failed, most often ({count:,} times) with: {cause}"]
 
 
 def _row_causes(rounds: Sequence[RoundEvent]) -> list[str]:

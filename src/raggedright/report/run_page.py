@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from raggedright.errors import RaggedRightError
 from raggedright.files import write_file
+from raggedright.ledger import without_details
 from raggedright.plan.layout import Layout
 from raggedright.plan.planner import make_plan
 from raggedright.report import plan_svg
@@ -169,13 +170,19 @@ def _outcome_lines(outcomes: Counter[str]) -> list[tuple[str, int]]:
 
 
 def _causes(events: RunEvents) -> list[tuple[int, str, str]]:
-    """The causes of failed sessions, the most frequent first: the number of sessions, the cause, a few sessions."""
+    """The causes of failed sessions, the most frequent first: the number of sessions, the cause, a few sessions.
+
+    Causes that differ only in numbers and quoted text are one, with the first of them as an example.
+    """
     by_cause: dict[str, list[tuple[int, Failure]]] = {}
     for each in events.rounds:
         for failed in each.failed:
-            by_cause.setdefault(failed.cause, []).append((each.round, failed))
+            by_cause.setdefault(without_details(failed.cause), []).append((each.round, failed))
     causes = []
-    for cause, failures in by_cause.items():
+    for failures in by_cause.values():
+        cause = failures[0][1].cause
+        if any(failed.cause != cause for _, failed in failures):
+            cause = f"such as {cause}"
         examples = [f"{visible(f.prompt, 40)}/{f.session} in round {round:,}" for round, f in failures[-MAX_EXAMPLES:]]
         examples += filter(None, [more(len(failures) - len(examples), "session")])
         causes.append((len(failures), visible(cause, MAX_CAUSE), ", ".join(examples)))

@@ -172,7 +172,6 @@ class Trackers:
 
 def check_trackers(config: Config) -> None:
     """A ConfigError for a tracker that does not exist, or whose package is not installed."""
-    options = config.logging.tracker_options
     for name in config.logging.trackers:
         package, extra = PACKAGES.get(name, ("", ""))
         if package and find_spec(package) is None:

@@ -105,7 +105,7 @@ def test_sqlite_is_refused_where_ranks_are_on_several_machines():
 
 
 def test_what_needs_ray_is_refused_without_it(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"transfer_queue and parallel.launcher local; set the launcher to ray"):
+    with pytest.raises(ConfigError, match=r"transfer_queue and parallel.launcher local"):
         make_run(tmp_path / "a", {"store": {"backend": "transfer_queue"}})
     with pytest.raises(ConfigError, match=r"Ray gives a rank no GPU; set parallel.gpus_per_rank to 1"):
         make_run(tmp_path / "b", {"parallel": {"launcher": "ray", "device": "cuda"}})

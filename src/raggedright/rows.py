@@ -10,6 +10,7 @@ would silently get its default, is refused.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -295,6 +296,7 @@ def parse_lines(lines: Iterable[str | bytes], *, noun: str = "row") -> Iterator[
             raise RowsError(f"line {i}: not JSON ({fault}); one line is one {noun}, an object") from None
         except RecursionError as error:
             raise RowsError(f"line {i}: not JSON ({error}); one line is one {noun}, an object") from None
-        except ValueError:  # Python reads no integer of more than 4,300 digits
-            raise RowsError(f"line {i}: a number has too many digits; numbers go up to {LARGEST:,}") from None
+        except ValueError:  # of int()
+            most = sys.get_int_max_str_digits()
+            raise RowsError(f"line {i}: a number has more than {most:,} digits; give a smaller one") from None
         yield f"line {i}", record

@@ -51,8 +51,17 @@ def test_much_padding_is_one_warning_in_the_words_of_the_command_line(rows_file)
     assert done.returncode == 0
     assert done.stderr.count("warning: the plan has 30,479 padding rows for 361 rows") == 1
     assert "--dp 257" in done.stderr
+    assert "--align lcm pads to" in done.stderr
+    assert "set --align steps" in done.stderr
     done = raggedright("plan", rows_file, *options[:-2], "--dp", "2", "--compare")
     assert done.stderr == ""
+
+
+def test_the_remedies_of_an_error_are_words_of_the_command_line(rows_file, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", rows_file, *VERIFICATION, "--micro-batch-tokens", "10"]) == 1
+    error = capsys.readouterr().err
+    assert "or set --over-long alone or drop" in error
+    assert " = " not in error
 
 
 def test_json_holds_the_whole_plan(rows_file):

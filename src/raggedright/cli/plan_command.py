@@ -168,8 +168,15 @@ def _name(file: str) -> str:
     return "standard input" if file == "-" else file
 
 
+def _as_option(setting: re.Match[str]) -> str:
+    name, *values = filter(None, setting.groups())
+    return f"--{name.replace('_', '-')} {' or '.join(values)}"
+
+
 def _with_options(text: str) -> str:
-    """A sentence with the names of settings replaced by those of options."""
+    """A sentence with the names of settings replaced by those of options, and `name = 'value'` by `--name value`."""
+    any_name = "|".join(Layout.__dataclass_fields__)
+    text = re.sub(rf"\b({any_name}) = '([\w-]+)'(?: or '([\w-]+)')?", _as_option, text)
     options = {"dp_size": "--dp", "actor_trains is False": "--critic-warm-up is given"}
     names = [name for name in Layout.__dataclass_fields__ if "_" in name and name not in options]
     options |= {name: f"--{name.replace('_', '-')}" for name in names}

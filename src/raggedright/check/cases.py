@@ -15,6 +15,7 @@ import numpy as np
 
 from raggedright.advantages import KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, Layout, LossAgg
+from raggedright.report.text import terminal_text
 
 _BASE = Layout(dp_size=1, batch_size=6, mini_batch_size=3, critic_mini_batch_size=2, rollout_n=3)
 CUTS: Mapping[str, Layout] = {
@@ -90,8 +91,8 @@ class Able:
 
 
 def short_name(model: str) -> str:
-    """The last part of a model directory's path, or the name of a built-in model."""
-    return Path(model).name or model
+    """The last part of a model directory's path, or the name of a built-in model, safe to print."""
+    return terminal_text(Path(model).name or model)
 
 
 def choices(models: Sequence[str], dp: Sequence[int], dtypes: Sequence[str]) -> dict[str, Sequence]:

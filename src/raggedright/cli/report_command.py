@@ -6,6 +6,7 @@ from pathlib import Path
 
 from raggedright.cli.arguments import Commands, add_parser
 from raggedright.errors import ConfigError, install_hint
+from raggedright.report.text import terminal_text
 
 EXAMPLES = """\
 examples:
@@ -38,6 +39,6 @@ def run(args: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"report needs {error.name}; {install_hint('train')}") from None
     path = write_report(args.folder)
-    print(path)
+    print(terminal_text(str(path)))
     if args.open and not webbrowser.open(path.resolve().as_uri()):
         raise ConfigError(f"no browser could be started; open {path} in one yourself")

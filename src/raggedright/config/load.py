@@ -92,14 +92,17 @@ def make_config(values: Values, *, source: str) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as TOML that `load_config` reads back; keys without a value or an effect are left out."""
+    """The resolved config as TOML that `load_config` reads back; keys without a value or an effect are left out.
+
+    Characters that would have an effect on a terminal are written as escapes of TOML.
+    """
     values = config.model_dump(mode="json", exclude_none=True)
     for section in ("optimizer", "critic"):
         values[section].setdefault("grad_clip", inf)  # None, which TOML does not have
     for key, _ in without_effect(config, explicit=False):
         section, name = key.split(".")
         values[section].pop(name, None)
-    return tomli_w.dumps(values)
+    return "".join(c if c.isprintable() or c == "\n" else f"\\U{ord(c):08X}" for c in tomli_w.dumps(values))
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -1,16 +1,21 @@
 """Files that a crash, a full disk or an untrusted folder cannot damage.
 
-Invariants: `write_file` leaves either the old file or the complete new one, whenever the machine stops; it follows no
-symbolic link and uses no predictable temporary name, so it is safe in a folder from an untrusted source.
+Invariants: `write_file` leaves either the old file or the complete new one, whenever the machine stops. Neither it nor
+`open_to_append` follows a symbolic link, and temporary names are not predictable, so they are safe in a folder from an
+untrusted source.
 """
 
 import errno
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from raggedright.errors import ConfigError
 
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _TORCH_WRITE_FAULT = re.compile(r"inline_container\.cc:\d+\].*unexpected pos")  # a write failed or was cut short
@@ -57,6 +62,24 @@ def _write_and_rename(path: Path, data: bytes) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a regular file to append to, and make it if there is none."""
+    check_kind(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+
+
+def check_kind(path: Path, *, folder: bool = False) -> None:
+    """Refuse what has the name of a file of ours and is not a regular file, or with `folder` a folder."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+        kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+        kind, wanted = kinds.get(stat.S_IFMT(mode), "a special file"), "a folder" if folder else "a file"
+        raise ConfigError(f"{path} is {kind}, and a run has {wanted} of that name; move it away, or give another --out")
 
 
 def sync(path: Path) -> None:

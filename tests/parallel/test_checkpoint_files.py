@@ -1,6 +1,7 @@
 """Every checkpoint that is kept can be resumed from, and a damaged one is named before anything of it is loaded."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,16 @@ from raggedright.report.events import EventsError, read_events
 from raggedright.train.checkpoint import check_files, checkpoints
 from raggedright.train.world import TrainError, World
 
+MISPLACED = {  # by the name in the run folder: what stands there, and what the sentence says
+    "stop": (Path.mkdir, "stop is a folder"),
+    "run_id": (os.mkfifo, "run_id is a special file"),
+    "config.toml": (os.mkfifo, "config.toml is a special file"),
+    "events.jsonl": (lambda path: path.symlink_to("/proc/self/mem"), "events.jsonl is a symbolic link"),
+    "model": (lambda path: path.symlink_to("/"), "model is a symbolic link"),
+    "checkpoints": (lambda path: path.symlink_to("/"), "checkpoints is a symbolic link"),
+    "logs": (Path.touch, "logs is a file"),
+    "logs/rank-1.log": (lambda path: path.symlink_to("/elsewhere"), "rank-1.log is a symbolic link"),
+}
 ALONE = World(0, 1, torch.device("cpu"))
 SHORT: dict[str, dict[str, object]] = {"train": {"rounds": 6, "epochs": 1}, "checkpoint": {"every": 2}}
 
@@ -146,6 +157,54 @@ def test_a_run_whose_last_checkpoint_fails_has_failed(tmp_path: Path):
     end = read_events(folder / "events.jsonl").end
     assert end is not None
     assert end.reason == "failed"
+
+
+def misplace(run: Path, name: str) -> None:
+    """Put something else where the run folder has a file or a folder."""
+    path, (put, _) = run / name, MISPLACED[name]
+    if path.exists():
+        path.rename(run.with_name(f"former {path.name}"))
+    path.parent.mkdir(exist_ok=True)
+    put(path)
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_what_is_not_a_file_of_a_run_is_refused_in_a_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    shutil.copy(run / "config.toml", given := tmp_path / "given.toml")
+    misplace(run, name)
+    assert main(["train", str(given), "--out", str(run), "--parallel.dp", "2"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert MISPLACED[name][1] in line
+    assert "move it away, or give another --out" in line
+
+
+def test_fresh_removes_what_is_not_a_file_of_a_run(run: Path, tmp_path: Path):
+    shutil.copy(run / "config.toml", given := tmp_path / "given.toml")
+    for name in MISPLACED:
+        if name != "logs":
+            misplace(run, name)
+    elsewhere = tmp_path / "former checkpoints"
+    (run / "checkpoints").unlink()
+    (run / "checkpoints").symlink_to(elsewhere)
+    kept = sorted(elsewhere.iterdir())
+    assert main(["train", str(given), "--out", str(run), "--fresh", "--train.rounds", "1"]) == 0
+    assert kept
+    assert sorted(elsewhere.iterdir()) == kept
+
+
+def ending(run: object) -> None:
+    """A tracker that is interrupted while it starts."""
+    raise KeyboardInterrupt
+
+
+def test_a_tracker_that_ends_the_start_leaves_no_open_file(tmp_path: Path):
+    folder = write_run(tmp_path / "run", {"logging": {"trackers": ["parallel.test_checkpoint_files:ending"]}})
+    with pytest.raises(KeyboardInterrupt) as kept:  # its frames hold the recorder
+        train_one(folder, ALONE)
+    opened = {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
+    assert str(folder / "events.jsonl") not in opened, kept
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 512, b"train = ["])

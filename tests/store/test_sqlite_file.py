@@ -18,7 +18,7 @@ from raggedright.sessions import Session
 from raggedright.store.encoding import dropped_digest
 from raggedright.store.session_store import StoreError, prune
 from raggedright.store.sqlite import SqliteStore
-from raggedright.store.sqlite_file import APPLICATION_ID, FORMAT
+from raggedright.store.sqlite_file import APPLICATION_ID, FORMAT, make_file
 from store.values import VALUES, failed, finished, key, keys_in, row, same, tokens
 
 
@@ -354,3 +354,26 @@ def test_an_altered_key_in_the_table_or_its_index_is_an_error(tmp_path: Path, pl
     path.write_bytes(data[:at] + b"b" + data[at + 1 :])
     with pytest.raises(StoreError, match=r"rows.db"), SqliteStore(path) as store:
         store.sessions(round)
+
+
+def test_a_file_system_without_links_has_stores_too_and_the_first_process_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vfat, for one, refuses a link with EPERM."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "rows.db"
+    makers = [Thread(target=make_file, args=(path, f"run {i}")) for i in range(4)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    before = path.stat().st_ino, path.read_bytes()
+    make_file(path, "a later run")
+    assert (path.stat().st_ino, path.read_bytes()) == before
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.db"]
+    with SqliteStore(tmp_path / "other.db") as store:
+        store.append([session_of(0)])

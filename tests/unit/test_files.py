@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from raggedright import files
-from raggedright.files import write_file
+from raggedright.errors import ConfigError
+from raggedright.files import check_kind, open_to_append, write_file
 
 
 def test_a_file_is_the_old_one_or_the_new_one_however_the_write_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -63,3 +64,34 @@ def test_a_new_file_has_the_permissions_that_the_umask_gives(tmp_path: Path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+def test_appending_follows_no_symbolic_link_and_waits_for_no_pipe(tmp_path: Path):
+    precious, link, pipe = tmp_path / "precious", tmp_path / "rank-1.log", tmp_path / "rank-2.log"
+    precious.write_bytes(b"mine")
+    link.symlink_to(precious)
+    os.mkfifo(pipe)
+    for path, kind in ((link, "a symbolic link"), (pipe, "a special file"), (tmp_path, "a folder")):
+        with pytest.raises(ConfigError, match=rf"{path} is {kind}, and a run has a file"):
+            open_to_append(path)
+    assert precious.read_bytes() == b"mine"
+    for line in (b"one", b"two"):
+        with open_to_append(tmp_path / "rank-0.log") as log:
+            log.write(line)
+    assert (tmp_path / "rank-0.log").read_bytes() == b"onetwo"
+
+
+def test_appending_follows_no_link_that_appears_after_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "stop").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(files, "check_kind", lambda path: None)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_to_append(tmp_path / "stop")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_to_a_folder_is_not_a_folder_of_a_run(tmp_path: Path):
+    check_kind(tmp_path / "model", folder=True)  # there is none yet
+    check_kind(tmp_path, folder=True)
+    (tmp_path / "model").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="model is a symbolic link, and a run has a folder"):
+        check_kind(tmp_path / "model", folder=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,21 @@ def test_reading_events_needs_no_torch():
 
 def test_a_start_is_optional(tmp_path):
     assert read_events(lines(tmp_path / "e", round_line(1))).start is None
+
+
+def test_a_log_that_cannot_be_opened_leaves_no_open_file(tmp_path, monkeypatch):
+    def fail(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for part in ("_repair_end", "sync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"raggedright.report.events.{part}", fail)
+            with pytest.raises(OSError, match="No space") as kept:  # its frames hold the log
+                EventLog(tmp_path / "e")
+        assert str(tmp_path / "e") not in {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}, kept
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "e").symlink_to("/proc/self/mem")
+    with pytest.raises(EventsError, match=f"{tmp_path}/e: Input/output error"):
+        read_events(tmp_path / "e")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from raggedright.cli.arguments import Commands, add_parser, integer
 from raggedright.errors import ConfigError, RaggedRightError, install_hint
-from raggedright.files import write_file
+from raggedright.files import check_kind, write_file
 from raggedright.report.text import counted, duration, say, score_text
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ MAX_METAVAR = 45  # characters; longer lists of choices are in the help text of 
 CONFIG_FILE, EVENTS_FILE, LOCK_FILE = "config.toml", "events.jsonl", "lock"
 RUN_FILES = (
     CONFIG_FILE, EVENTS_FILE, "rows.db", "rows.db-wal", "rows.db-shm", "run_id", "report.html", "stop",
-    "tensorboard", "wandb", "mlruns", "logs", "model", "model.new", "checkpoints", "ray",
 )  # fmt: skip
+RUN_FOLDERS = ("tensorboard", "wandb", "mlruns", "logs", "model", "model.new", "checkpoints", "ray")
 
 
 def add_command(commands: "Commands[argparse.ArgumentParser]", argv: Sequence[str]) -> None:
@@ -235,15 +235,18 @@ def _prepare_folder(config: "Config", *, fresh: bool) -> None:
     """Check that the run in the folder can be resumed with this config; `fresh` removes the run instead."""
     from raggedright.config.key_rules import resume_changes
 
-    folder = config.out
+    folder, names = config.out, (*RUN_FILES, *RUN_FOLDERS)
     has_started = (folder / CONFIG_FILE).exists() and (folder / EVENTS_FILE).exists()
     if fresh:
-        for path in (folder / name for name in RUN_FILES):
+        for path in (folder / name for name in names):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    elif has_started or any((folder / "checkpoints").glob("round-*")):
+        return
+    for name in names:
+        check_kind(folder / name, folder=name in RUN_FOLDERS)
+    if has_started or any((folder / "checkpoints").glob("round-*")):
         changes = resume_changes(_previous_config(folder), config)
         if changes:
             say(f"changed since the run began: {'; '.join(changes)}")

@@ -33,7 +33,7 @@ from pydantic import (
 )
 
 from raggedright.errors import ConfigError, RaggedRightError, RowsError
-from raggedright.files import sync
+from raggedright.files import check_kind, sync
 from raggedright.plan.layout import Layout
 from raggedright.rows import Rows
 
@@ -230,10 +230,15 @@ class EventLog:
     """Appends events to a file; an incomplete line at its end is removed first."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
+        check_kind(Path(path))
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         self._file: BinaryIO = open(os.open(path, flags, 0o666), "a+b", buffering=0)  # noqa: SIM115 - open during the run
-        _repair_end(self._file)
-        sync(Path(path).parent)
+        try:
+            _repair_end(self._file)
+            sync(Path(path).parent)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, event: Event) -> bool:
         """Append one event and pass it to the operating system.
@@ -361,13 +366,20 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
         if size > MAX_FILE_BYTES:
             raise EventsError(f"{path}: the file has {size:,} bytes; a report reads at most {MAX_FILE_BYTES:,}")
         number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
+        while line := _next_line(path, file):
             number += 1
             where = f"{path}, line {number}"
             if len(line) > MAX_LINE_BYTES:
                 raise EventsError(f"{where}: more than {MAX_LINE_BYTES:,} bytes; an event is one line of JSON")
             if line.endswith(b"\n") or _json_object(line) is not None:
                 yield where, line
+
+
+def _next_line(path: Path, file: BinaryIO) -> bytes:
+    try:
+        return file.readline(MAX_LINE_BYTES + 1)
+    except OSError as error:
+        raise EventsError(f"{path}: {error.strerror}; check that it is a file of a run, and its disk") from None
 
 
 def parse_event(where: str, line: bytes) -> Event | None:

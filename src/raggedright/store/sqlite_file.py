@@ -15,6 +15,8 @@ Note: what was appended is durable, but may still be in `<file>-wal`. Copy a sto
 `.backup`.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import sqlite3
@@ -112,11 +114,32 @@ def make_file(path: Path, run: str) -> None:
             connection.execute("COMMIT")
         sync(new_path)
         with suppress(FileExistsError):
-            os.link(new_path, path)
+            _put_in_place(new_path, path)
         sync(path.parent)
     finally:
         for name in (new_path, new_path.with_name(f"{new_path.name}-journal")):
             name.unlink(missing_ok=True)
+
+
+def _put_in_place(new_path: Path, path: Path) -> None:
+    """Give a new file its name; a FileExistsError if another process was first.
+
+    Some file systems, such as vfat, have no links. There the file is renamed, under a lock of its folder, because a
+    rename would replace the file of another process.
+    """
+    try:
+        os.link(new_path, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP):
+            raise
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                raise FileExistsError(path) from None
+            os.rename(new_path, path)
+        finally:
+            os.close(descriptor)
 
 
 class Database:

@@ -84,7 +84,8 @@ def check_files(folder: Path) -> State:
     """Compare a checkpoint with what was written and with the run; a TrainError names the file that differs."""
     state, run_folder = read_state(folder), folder.parent.parent
     if (run_folder / RUN_ID_FILE).exists() and (run := run_id(run_folder)) != state.run:
-        raise _refusal(folder, f"{STATE_FILE} is of the run {state.run:.12} and {RUN_ID_FILE} has {run:.12}")
+        both = f"{STATE_FILE} is of the run {state.run:.12} and {RUN_ID_FILE} has {run:.12}"
+        raise _refusal(folder, f"{both} (if that file is wrong, remove it)")
     try:
         damaged = [name for name, digest in state.sha256.items() if file_digest(folder / Path(name).name) != digest]
     except OSError as error:

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from raggedright.agents.load_agent import load_agent
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError, install_hint
+from raggedright.files import check_kind, open_to_append
 from raggedright.train.rank import ERROR_VARIABLE, LAUNCHER_VARIABLE, LOGS_FOLDER, log_file, restarting, run_rank
 from raggedright.train.round_prompts import load_prompts
 from raggedright.train.setup import find_engine, find_store
@@ -40,6 +41,7 @@ def launch(config: Config, *, apart: bool = False) -> None:
     """
     check_plugins(config)
     stop = config.out / STOP_FILE
+    check_kind(stop)
     stop.unlink(missing_ok=True)  # from before there was a run to stop
     try:
         if config.parallel.launcher == "ray":
@@ -49,7 +51,8 @@ def launch(config: Config, *, apart: bool = False) -> None:
         else:
             _run_ranks(config)
     finally:
-        stop.unlink(missing_ok=True)
+        with suppress(OSError):  # how the run ended says more
+            stop.unlink()
 
 
 def check_plugins(config: Config) -> None:
@@ -72,6 +75,8 @@ def _ray_launcher(*, apart: bool) -> Callable[[Config], None]:
 def _run_ranks(config: Config) -> None:
     """Run all ranks on this machine, to their end."""
     (config.out / LOGS_FOLDER).mkdir(exist_ok=True)
+    for dp_rank in range(config.parallel.dp):
+        check_kind(log_file(config.out, dp_rank))
     with passing_on_signals(config.out):
         failure = restarting(config, "all ranks", _run_once)
     if failure is not None:
@@ -108,7 +113,7 @@ def _start(config: Config, folder: Path, dp_rank: int) -> subprocess.Popen[bytes
     command = [sys.executable, "-m", "raggedright.train.rank", str(config.out)]
     if dp_rank == 0:
         return subprocess.Popen(command, env=environment, start_new_session=True)
-    with log_file(config.out, dp_rank).open("ab") as log:
+    with open_to_append(log_file(config.out, dp_rank)) as log:
         return subprocess.Popen(command, env=environment, start_new_session=True, stdout=log, stderr=subprocess.STDOUT)
 
 

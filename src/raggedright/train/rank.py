@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from raggedright.config.load import load_config, with_absolute_paths
 from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
+from raggedright.files import open_to_append
 from raggedright.train.loop import train
 from raggedright.train.world import join_world
 
@@ -56,8 +57,8 @@ def main() -> int:
         _report(error)
         if ERROR_VARIABLE not in os.environ or os.environ["RANK"] != "0":
             raise
-        with log_file(folder, 0).open("a") as log:
-            log.write(traceback.format_exc())
+        with open_to_append(log_file(folder, 0)) as log:
+            log.write(traceback.format_exc().encode())
         return 1
     return 0
 

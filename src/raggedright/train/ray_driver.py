@@ -43,6 +43,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from raggedright.config.load import load_config, with_absolute_paths
 from raggedright.config.schema import Config
 from raggedright.errors import RaggedRightError
+from raggedright.files import open_to_append
 from raggedright.store.ray_queue import join_ray
 from raggedright.store.session_store import StoreError
 from raggedright.store.transfer_queue import TransferQueueStore
@@ -104,8 +105,8 @@ def driver_main() -> int:
             part = re.search(r"class_name: (\w+)", message)
             message = f"Ray's {part[1]} died" if part else f"Ray failed: {' '.join(message.split()):.200}"
         elif not isinstance(error, RaggedRightError):
-            with log_file(folder, 0).open("a") as log:
-                log.write(traceback.format_exc())
+            with open_to_append(log_file(folder, 0)) as log:
+                log.write(traceback.format_exc().encode())
             message = f"{type(error).__name__}: {message}; its traceback is in {log_file(folder, 0)}"
         file.write_text(json.dumps({"by_ray": by_ray, "message": message}))
         return 1

@@ -27,6 +27,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from raggedright.errors import ConfigError, RaggedRightError
+from raggedright.files import open_to_append
 from raggedright.train.rank import CONFIG_FILE, run_rank
 from raggedright.train.world import TrainError
 
@@ -105,8 +106,8 @@ class FailureLog(UserCallback):
 
     def after_exception(self, run_context: object, worker_exceptions: dict[int, Exception]) -> None:
         """Some ranks failed; Ray Train starts all of them again, or gives up."""
-        with self.path.open("a") as file:
-            file.write(f"{rank_failure_text(worker_exceptions)}\n")
+        with open_to_append(self.path) as file:
+            file.write(f"{rank_failure_text(worker_exceptions)}\n".encode())
 
 
 def rank_failure_text(failures: Mapping[int, BaseException]) -> str:

@@ -68,7 +68,15 @@ class RunRecorder:
         self.has_warned_of_plan = False
         self.log = EventLog(self.config.out / EVENTS_FILE)
         self.progress = Progress(self.config.train.rounds, done=self.rounds_done)
-        num_found = self.sessions_found.get(first_round, 0)
+        try:
+            self._record_start(before, first_round)
+        except BaseException:
+            self._close()
+            raise
+
+    def _record_start(self, before: Sequence[RoundEvent], first_round: int) -> None:
+        """Record and show what is run, and start the trackers."""
+        world, num_found = self.setup.world, self.sessions_found.get(first_round, 0)
         if text := resume_text(self.config, first_round, num_found):
             self.progress.say(text)
         values = self.config.model_dump(mode="json")
@@ -78,10 +86,10 @@ class RunRecorder:
                 version=version("raggedright"),
                 config=values,
                 layout=self.config.layout(self.config.train.rounds),
-                num_parameters=sum(p.numel() for p in setup.actor.model.parameters()),
+                num_parameters=sum(p.numel() for p in self.setup.actor.model.parameters()),
                 resumed_from=self.rounds_done,
                 sessions_found=num_found,
-                world=World(dp=setup.world.dp_size, device=setup.world.device.type),
+                world=World(dp=world.dp_size, device=world.device.type),
             )
         )
         self._warn(_missing_rounds(before, first_round))
@@ -138,14 +146,20 @@ class RunRecorder:
 
     def end(self, reason: str) -> None:
         """Record the end of the run: finished, interrupted or failed."""
-        if self.setup.world.is_first:
+        if not self.setup.world.is_first:
+            return
+        try:
             self.trackers.close()
             for streak in self.streaks:
                 self._warn(streak.end(num_rounds=self.rounds_done))
             seconds = perf_counter() - self.start
             self.log.write(EndEvent(time=_now(), rounds=self.rounds_done, reason=reason, seconds=seconds))
-            self.log.close()
-            self.progress.close()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self.log.close()
+        self.progress.close()
 
     def _write(self, event: RoundEvent | EvalEvent | WarningEvent) -> None:
         self.log.write(event)

@@ -27,7 +27,7 @@ from raggedright.agents.task_sources import Tasks
 from raggedright.agents.vision import Vision
 from raggedright.config.schema import Config
 from raggedright.errors import ConfigError
-from raggedright.files import write_file
+from raggedright.files import check_kind, write_file
 from raggedright.plan.layout import Layout
 from raggedright.plugins import check_protocol, find_factory
 from raggedright.rollout.engine import Engine, EngineContext, Sampling
@@ -291,6 +291,7 @@ def open_queue(config: Config, *, run: str, attach: bool, timeout: float) -> "Tr
 def run_id(folder: Path) -> str:
     """The id of the run in a folder, made at the first call: rows of another run are refused by it."""
     file = folder / RUN_ID_FILE
+    check_kind(file)  # reading a named pipe would wait for ever
     if not file.exists():
         write_file(file, f"{uuid4().hex}\n".encode())
     text = file.read_text(errors="replace").strip()

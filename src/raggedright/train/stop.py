@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from raggedright.files import open_to_append
+
 STOP_FILE = "stop"
 POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,7 +30,7 @@ def passing_on_signals(folder: Path) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         _restore(dict.fromkeys(handlers, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler})
-        (folder / STOP_FILE).touch()
+        open_to_append(folder / STOP_FILE).close()
         _announce(number)
 
     handlers = _install(handle)

@@ -80,7 +80,9 @@ def test_a_run_on_two_ranks_ends_with_the_reports_path_and_all_files(tmp_path: P
 
 def test_the_same_command_goes_on_with_the_run_in_its_folder(tmp_path: Path):
     code, _, err = run(tmp_path, "healthy", "--agent.name", "compacton")
-    assert (code, err) == (1, "raggedright: agent.name is 'compacton', which is no agent; is it compaction?\n")
+    assert code == 1
+    assert err.startswith("raggedright: agent.name is 'compacton'")
+    assert err.endswith("is it compaction?\n")
     code, _, err = run(tmp_path, "healthy", "--train.rounds", "2")
     assert code == 0, err
     code, _, err = run(tmp_path, "healthy", "--rollout.n", "2")

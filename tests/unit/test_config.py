@@ -292,7 +292,6 @@ INERT = [
     ("parallel.start_timeout", 60, {}, "parallel.launcher is local"),
     ("store.storage_units", 4, {}, "store.backend is sqlite"),
     ("store.timeout", 10, {}, "store.backend is sqlite"),
-    ("store.options", {"url": "here"}, {}, "store.backend is sqlite"),
     ("logging.sample_every", 5, {"logging": {"sample_sessions": 0}}, "logging.sample_sessions is 0"),
 ]
 

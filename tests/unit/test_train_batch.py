@@ -1,6 +1,6 @@
 """The rows that a rank reads for a round, and the padding rows after them."""
 
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from parallel.whole_runs import EXPERTS, IMAGES, write_run
 from raggedright.config import load_config
 from raggedright.errors import ConfigError, RowsError
 from raggedright.plan.planner import make_plan
-from raggedright.sessions import Session, SessionTable, Trajectory
+from raggedright.sessions import RowKey, Session, SessionTable
 from raggedright.store.memory import MemoryStore
 from raggedright.train.passes import read_batch
 from raggedright.train.setup import Setup, set_up
@@ -66,9 +67,9 @@ def test_a_row_that_the_plan_dropped_is_not_looked_at(tmp_path: Path):
     setup = set_up(config, World(0, 1, CPU))
     sessions = recorded_after(setup)
     most = max(len(row.input_ids) for session in sessions for row in session.trajectories) - 1
-    for spoilt, fails in ((lambda row: len(row.input_ids) > most, False), (lambda row: True, True)):
-        other = MemoryStore()
-        other.append([spoil(session, spoilt) for session in sessions])
+    for longer_than, fails in ((most, False), (0, True)):
+        other = SpoiltStore(longer_than)
+        other.append(sessions)
         table = other.sessions(1)
         plan = make_plan(table.rows, replace(setup.layout(1), over_long="drop", micro_batch_tokens=most))
         assert len(plan.dropped)
@@ -99,13 +100,19 @@ def recorded_after(setup: Setup) -> list[Session]:
     return recorded_sessions(setup.store, 1)
 
 
-def spoil(session: Session, spoilt: Callable[[Trajectory], bool]) -> Session:
-    """The session with log-probs that are not numbers in some rows."""
-    rows = [
-        replace(row, rollout_log_probs=np.full_like(row.rollout_log_probs, np.nan)) if spoilt(row) else row
-        for row in session.trajectories
-    ]
-    return replace(session, trajectories=rows)
+class SpoiltStore(MemoryStore):
+    """Returns log-probs that are not numbers for rows of more than so many tokens."""
+
+    def __init__(self, longer_than: int) -> None:
+        super().__init__()
+        self._longer_than = longer_than
+
+    def read(self, keys: Sequence[RowKey], fields: Collection[str] | None = None) -> list[dict[str, NDArray]]:
+        rows = super().read(keys, fields)
+        for row in rows:
+            if len(row["input_ids"]) > self._longer_than:
+                row["rollout_log_probs"] = np.full_like(row["rollout_log_probs"], np.nan)
+        return rows
 
 
 def test_fields_that_an_agent_attaches_come_to_the_loss_by_name(tmp_path: Path):

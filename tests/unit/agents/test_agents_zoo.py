@@ -475,6 +475,8 @@ def test_what_an_agent_sets_in_torch_is_put_back_before_training(grad: bool):
     weight.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [1.0, 1.0]
+    kept.clear()  # a guard that is freed restores what was set when it was entered: no gradients
+    torch.set_grad_enabled(True)
 
 
 def test_an_agent_cannot_close_the_threads_and_generators_that_all_share():

@@ -279,12 +279,13 @@ class Database:
         """The cause of an error of SQLite, and its remedy."""
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without the extended code
         message = f"{error} ({getattr(error, 'sqlite_errorname', '')})"
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return f"other processes kept the file locked for {self.busy_timeout:g} s; end them, or raise busy_timeout"
         free = shutil.disk_usage(self.path.parent).free
-        looks_damaged = code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT)
-        if code == sqlite3.SQLITE_FULL or (looks_damaged and free < MIN_FREE_BYTES):
+        is_locked = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        may_be_full = is_locked or code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT)
+        if code == sqlite3.SQLITE_FULL or (may_be_full and free < MIN_FREE_BYTES):
             return f"the disk is full, {free:,} bytes are free; make room, then run the same command again"
+        if is_locked:
+            return f"other processes kept the file locked for {self.busy_timeout:g} s; end them, or raise busy_timeout"
         if code == sqlite3.SQLITE_READONLY:
             return "the file cannot be written; mount its file system for writing, or set the file's permissions"
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

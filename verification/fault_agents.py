@@ -7,7 +7,9 @@ the time in seconds that every session takes longer, so that there is something 
 import asyncio
 import math
 import os
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +29,9 @@ async def wander(task: Task, session: Session) -> float:
     if fault == "waits" and key.round == int(os.environ["FAULT_ROUND"]) and key.session % 2:
         Path(os.environ["FAULT_FILE"]).touch()
         await asyncio.sleep(10_000)
+    if fault == "shuts_the_threads_down" and key.session != 1:
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(int)
     is_chosen = key.session == 1 and int(task.uid) % BATCH_SIZE == 0
     if fault in MISBEHAVING and is_chosen and key.round == int(os.environ["FAULT_ROUND"]):
         return await MISBEHAVING[fault](task, session)
@@ -51,6 +56,36 @@ class NoNumber:
         raise LookupError("no such number")
 
 
+class BadNumber:
+    """A reward that does something else where it is made a number."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def __float__(self) -> float:
+        self._act()
+        return 1.0
+
+
+class BadTextError(Exception):
+    """An error that does something else where its text is read."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def __str__(self) -> str:
+        self._act()
+        return "done"
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _sleep() -> None:
+    time.sleep(1e6)
+
+
 async def raises(task: Task, session: Session) -> float:
     """The plainest failure: what all others are compared with."""
     raise ValueError("no such city")
@@ -73,6 +108,48 @@ async def returns_nothing(task: Task, session: Session) -> float:
 async def returns_no_number(task: Task, session: Session) -> float:
     await session.trajectory("m37=").generate()
     return NoNumber()  # pyright: ignore[reportReturnType]
+
+
+async def returns_a_number_that_exits(task: Task, session: Session) -> float:
+    await session.trajectory("m37=").generate()
+    return BadNumber(sys.exit)  # pyright: ignore[reportReturnType]
+
+
+async def returns_a_number_that_interrupts(task: Task, session: Session) -> float:
+    await session.trajectory("m37=").generate()
+    return BadNumber(_interrupt)  # pyright: ignore[reportReturnType]
+
+
+async def returns_a_number_that_sleeps(task: Task, session: Session) -> float:
+    await session.trajectory("m37=").generate()
+    return BadNumber(_sleep)  # pyright: ignore[reportReturnType]
+
+
+async def raises_text_that_exits(task: Task, session: Session) -> float:
+    raise BadTextError(sys.exit)
+
+
+async def raises_text_that_interrupts(task: Task, session: Session) -> float:
+    raise BadTextError(_interrupt)
+
+
+async def raises_text_that_sleeps(task: Task, session: Session) -> float:
+    raise BadTextError(_sleep)
+
+
+async def attaches_a_reserved_name(task: Task, session: Session) -> float:
+    """Fields of this name are the row's own."""
+    trajectory = session.trajectory("m37=")
+    reply = await trajectory.generate()
+    trajectory.attach(rollout_log_probs=[1.0] * len(reply.ids), response_mask=[0.0] * len(reply.ids))
+    return 1.0
+
+
+async def records_log_probs_of_nan(task: Task, session: Session) -> float:
+    trajectory = session.trajectory("m37=")
+    reply = await trajectory.generate()
+    trajectory._log_probs[:] = [math.nan] * len(reply.ids)
+    return 1.0
 
 
 async def opens_no_trajectory(task: Task, session: Session) -> float:
@@ -123,6 +200,28 @@ async def switches_gradients_off(task: Task, session: Session) -> float:
     raise ValueError("and leaves it so")
 
 
+async def enters_inference_mode(task: Task, session: Session) -> float:
+    torch.inference_mode().__enter__()
+    raise ValueError("and does not leave it")
+
+
+async def sets_the_default_device(task: Task, session: Session) -> float:
+    torch.set_default_device("meta")
+    raise ValueError("and leaves it so")
+
+
+async def shuts_the_threads_down(task: Task, session: Session) -> float:
+    """The other sessions use threads afterwards."""
+    await asyncio.get_running_loop().shutdown_default_executor()
+    raise ValueError("and leaves none to the others")
+
+
+async def exits_in_a_callback(task: Task, session: Session) -> float:
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    await asyncio.sleep(0.1)
+    raise ValueError("after the loop ran it")
+
+
 async def changes_the_folder(task: Task, session: Session) -> float:
     os.chdir("/")
     raise ValueError("and stays there")
@@ -165,9 +264,12 @@ async def ends_the_process(task: Task, session: Session) -> float:
 MISBEHAVING = {
     each.__name__: each
     for each in (
-        raises, raises_escapes, returns_nan, returns_nothing, returns_no_number, opens_no_trajectory,
+        raises, raises_escapes, raises_text_that_exits, raises_text_that_interrupts, raises_text_that_sleeps,
+        returns_nan, returns_nothing, returns_no_number, returns_a_number_that_exits, returns_a_number_that_interrupts,
+        returns_a_number_that_sleeps, opens_no_trajectory, attaches_a_reserved_name, records_log_probs_of_nan,
         sets_a_list_as_role, stops_at_broken_text, observes_a_million_tokens, opens_a_million_trajectories,
-        generates_in_a_thread, cancels_all_tasks, switches_gradients_off, changes_the_folder, exits, hangs,
+        generates_in_a_thread, cancels_all_tasks, switches_gradients_off, enters_inference_mode,
+        sets_the_default_device, shuts_the_threads_down, changes_the_folder, exits, exits_in_a_callback, hangs,
         hangs_in_a_thread, swallows_its_cancellation, loops_without_end, sleeps_in_the_loop, ends_the_process,
     )
 }  # fmt: skip

@@ -8,10 +8,10 @@ import os
 import random
 import shutil
 import signal
-import socket
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -44,7 +44,10 @@ from raggedright.store.sqlite import SqliteStore
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 FULL = ("No space left on device", "the disk is full")
-SLOW_AGENTS = {"hangs", "hangs_in_a_thread", "swallows_its_cancellation", "loops_without_end", "sleeps_in_the_loop"}
+SLOW_AGENTS = {
+    "hangs", "hangs_in_a_thread", "swallows_its_cancellation", "loops_without_end", "sleeps_in_the_loop",
+    "returns_a_number_that_sleeps", "raises_text_that_sleeps",
+}  # fmt: skip
 ZOO = [name for name in MISBEHAVING if name != "ends_the_process"]
 PLAN = ("--dp", "2", "--batch-size", "4", "--mini-batch-size", "2", "--rollout-n", "4")
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\u202e\x00\x9b2J"
@@ -256,10 +259,10 @@ def _copy(case: Case) -> None:
     shutil.copytree(case.shared.stopped, case.run)
 
 
-def _spoil(path: Path, case: Case) -> None:
-    """Empty, zeros, half, an altered bit, garbage."""
+def _spoil(path: Path, case: Case, way: int) -> None:
+    """Empty, zeros, half, an altered bit, garbage: the five ways."""
     data = path.read_bytes()
-    match case.number % 5:
+    match way % 5:
         case 0:
             path.write_bytes(b"")
         case 1:
@@ -275,7 +278,7 @@ def _spoil(path: Path, case: Case) -> None:
 @kind("damaged files", "config.toml", 5)
 def _config_file(case: Case) -> None:
     _copy(case)
-    _spoil(case.run / "config.toml", case)
+    _spoil(case.run / "config.toml", case, case.number)
     _resume_damaged(
         case,
         ("config", "a run with other settings"),
@@ -287,7 +290,7 @@ def _config_file(case: Case) -> None:
 def _events_file(case: Case) -> None:
     """Rounds that are gone from the record are said to be; the weights do not depend on it."""
     _copy(case)
-    _spoil(case.run / "events.jsonl", case)
+    _spoil(case.run / "events.jsonl", case, case.number)
     ended = case.train()
     if ended.code:
         check_refused(ended, "events.jsonl")
@@ -299,17 +302,26 @@ def _events_file(case: Case) -> None:
         check_finished(case.run, case.shared.undisturbed)
 
 
-@kind("damaged files", "state.json of a checkpoint", 8)
+@kind("damaged files", "state.json of a checkpoint", 9)
 def _state_file(case: Case) -> None:
     _copy(case)
     newest = newest_checkpoint(case.run)
     assert newest is not None
     texts = (b"[" * 200_000, b"[]", b'{"round": "six"}', b'{"round": 2, "optimizer_steps": {"actor": 1e999}}')
-    if case.number % 2:
-        (newest / "state.json").write_bytes(texts[case.number // 2 % len(texts)])
+    if (way := case.number % 9) < len(texts):
+        (newest / "state.json").write_bytes(texts[way])
     else:
-        _spoil(newest / "state.json", case)
+        _spoil(newest / "state.json", case, way)
     _resume_damaged(case, ("state.json",), lambda: shutil.rmtree(newest))
+
+
+@kind("damaged files", "an altered bit in state.json", 12)
+def _state_bit(case: Case) -> None:
+    _copy(case)
+    newest = newest_checkpoint(case.run)
+    assert newest is not None
+    flip_bit(newest / "state.json", case.chance)
+    _resume_damaged(case, ("state.json", newest.name), lambda: shutil.rmtree(newest))
 
 
 @kind("damaged files", "an altered bit in weights and optimizer", 8)
@@ -329,13 +341,36 @@ def _rows_file(case: Case) -> None:
     _resume_damaged(case, ("rows.db", "was altered"), lambda: _remove_rows(case))
 
 
+@kind("damaged files", "an altered bit in the last dropped round", 4)
+def _dropped_round(case: Case) -> None:
+    """A later round there hides sessions that nobody dropped."""
+    _copy(case)
+    bit = 1 << case.number % 4
+    with closing(sqlite3.connect(case.run / "rows.db", isolation_level=None)) as connection:
+        change = "UPDATE meta SET value = (value | ?1) - (value & ?1) WHERE name = 'dropped_round'"
+        connection.execute(change, (bit,))
+    _resume_damaged(case, ("meta.dropped_round",), lambda: _remove_rows(case))
+
+
+@kind("damaged files", "damaged write-ahead log: sessions run again", 4)
+def _log_file(case: Case) -> None:
+    """SQLite ignores what follows the damage: those sessions are gone, and run again with the same seeds."""
+    every = ("1", str(ROUNDS))[case.number % 2]
+    command = case.start("--checkpoint.every", every, environment=waiting(case.folder / "waiting", round=3))
+    command.wait_for((case.folder / "waiting").exists)
+    time.sleep(2)  # for the sessions that do not wait to be recorded
+    _kill_and_check(case, command, [command.pid])
+    flip_bit(case.run / "rows.db-wal", case.chance)
+    case.finish("--checkpoint.every", every)
+
+
 @kind("damaged files", "run_id", 6)
 def _id_file(case: Case) -> None:
     _copy(case)
     if case.number % 6 == 5:
         (case.run / "run_id").unlink()
     else:
-        _spoil(case.run / "run_id", case)
+        _spoil(case.run / "run_id", case, case.number % 6)
     _resume_damaged(case, ("run_id", "belongs to run"), lambda: _remove_rows(case, "run_id"))
 
 
@@ -449,10 +484,10 @@ def _plan_altered(case: Case) -> None:
     _check_read(case, Command(case.folder, "plan", str(file), *PLAN))
 
 
-@kind("hostile inputs", "plan: devices, deep, long lines, escapes", 6)
+@kind("hostile inputs", "plan: devices, deep, long lines, escapes", 7)
 def _plan_strange(case: Case) -> None:
     file = case.folder / "rows.jsonl"
-    match case.number % 6:
+    match case.number % 7:
         case 0:
             file.write_text(_row(ESCAPES, 1) + _row(ESCAPES, -1))
         case 1:
@@ -517,7 +552,7 @@ def _check_read(case: Case, command: Command) -> None:
 # Agents
 
 
-@kind("agents", "one session misbehaves, in 20 ways", len(ZOO))
+@kind("agents", f"one session misbehaves, in {len(ZOO)} ways", len(ZOO))
 def _zoo(case: Case) -> None:
     name = ZOO[case.number % len(ZOO)]
     options = ("--rollout.timeout", "5") if name in SLOW_AGENTS else ()
@@ -538,27 +573,3 @@ def _exit_in_rank(case: Case) -> None:
     if "run the same command again to resume" not in ended.last:
         raise UnclearError(f"no remedy in {ended.last!r}")
     case.finish("--parallel.dp", "2")
-
-
-# Ports
-
-
-@kind("ports", "sockets that two ranks listen on", 1)
-def _ports(case: Case) -> None:
-    command = case.start("--parallel.dp", "2", environment=waiting(case.folder / "waiting", round=2))
-    seen = set[str]()
-
-    def look() -> bool:
-        for pid in (command.pid, *command.ranks()):
-            with suppress(psutil.Error):
-                found = psutil.Process(pid).net_connections("inet")
-                seen.update(str(each.laddr[0]) for each in found if each.status == psutil.CONN_LISTEN)
-        return (case.folder / "waiting").exists()
-
-    command.wait_for(look)
-    command.signal(signal.SIGTERM)
-    command.end()
-    if strangers := seen - {"127.0.0.1", "::1", "::ffff:127.0.0.1"}:
-        raise WrongError(f"the run listens on {strangers}")
-    if not seen:
-        raise UnclearError(f"no socket was seen on {socket.gethostname()}")

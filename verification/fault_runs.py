@@ -131,10 +131,14 @@ class Command:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the command and its ranks."""
-        for pid in (*self.ranks(), self.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """End the command and all that it started."""
+        if not self.is_running:
+            return
+        with suppress(psutil.Error):
+            command = psutil.Process(self.pid)
+            for each in (*command.children(recursive=True), command):
+                with suppress(psutil.Error):
+                    each.kill()
 
     def ranks(self) -> list[int]:
         """The processes of its ranks, in their order."""

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import fault_ports  # noqa: F401, adds its kinds
 from fault_kinds import KINDS, Kind
 from fault_runs import Case, FaultError, NotTriedError, Shared, prepare_processes
 
@@ -33,6 +34,8 @@ Counts = dict[Kind, Counter[str]]
 def main() -> int:
     """Try all cases, print the table, write the page."""
     args = _arguments()
+    if args.ray:
+        import fault_ray  # noqa: F401, adds its kinds
     kinds = [kind for kind in KINDS if not args.only or any(text in f"{kind.group} {kind.name}" for text in args.only)]
     prepare_processes()
     counts: Counts = {kind: Counter() for kind in kinds}
@@ -61,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=1, metavar="N", help="try N times as many cases of each kind")
     parser.add_argument("--only", action="append", metavar="TEXT", help="kinds with this text in their name; no page")
     parser.add_argument("--first", type=int, metavar="N", help="the first N cases of each kind; no page")
+    parser.add_argument("--ray", action="store_true", help="also kill parts of a Ray on this machine; minutes more")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="cases at the same time")
     return parser.parse_args()
 

@@ -25,9 +25,7 @@ from raggedright.rows import TOKEN_COUNTS, Rows
 
 State = Literal["finished", "failed"]
 Fields = Mapping[str, NDArray]
-DTYPES = frozenset(
-    ("bool", "float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
-)  # of a trajectory's arrays
+NUMBER_TYPES = frozenset(np.dtype(code).type for code in "?efdbhilqBHILQ")  # of a trajectory's arrays
 TOKEN_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
 METADATA = "__metadata__"  # a name that safetensors uses itself
 LARGEST = 2**63 - 1
@@ -175,7 +173,7 @@ def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
         if name in trajectory.extra:
             raise SessionError(f"{key}: an extra field has the reserved name {name}; give it another name")
     for name, value in trajectory.fields.items():
-        if not is_text(name) or "\n" in name or type(value) is not np.ndarray or value.dtype.name not in DTYPES:
+        if not is_text(name) or "\n" in name or type(value) is not np.ndarray or value.dtype.type not in NUMBER_TYPES:
             kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
             raise SessionError(
                 f"{key}: field {name!r:.60} is {kind}; a field has a name of one line and is a "

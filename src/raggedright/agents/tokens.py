@@ -319,15 +319,14 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> list[int]
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text; a vocabulary of whole symbols, as in a made model, must have all of them."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = backend.model if isinstance(backend, Tokenizer) else None
-    if (
-        backend
-        and isinstance(model, WordLevel)
-        and backend.token_to_id(model.unk_token) in ids
-        and model.unk_token not in text
-    ):
+    if not isinstance(backend, Tokenizer):
+        return tokenizer.encode(text, add_special_tokens=False)
+    backend.no_truncation()
+    backend.no_padding()
+    ids = backend.encode(text, add_special_tokens=False).ids  # transformers' encode would make a BatchEncoding of it
+    model = backend.model
+    if isinstance(model, WordLevel) and backend.token_to_id(model.unk_token) in ids and model.unk_token not in text:
         unknown = "".join(dict.fromkeys(c for c in text if backend.token_to_id(c) is None))
         raise SessionError(
             f"the tokenizer has no token for {unknown!r:.60}; a made model has only those of model.symbols"

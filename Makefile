@@ -83,7 +83,7 @@ clean: ## remove the virtual environments and caches
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv, some minutes"
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,ray,wandb,mlflow,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,lora,tasks,ray,wandb,mlflow,dev]'
 	touch $@
 
 # Order only: a model that is there stays, whatever is installed anew.

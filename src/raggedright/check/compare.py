@@ -257,7 +257,8 @@ def _critic_loss(model: nn.Module, micro: MicroBatch) -> Sums:
 
 def _actor_loss(model: nn.Module, micro: MicroBatch, case: Case) -> Sums:
     assert case.loss != "value"
-    log_probs, entropy = forward_log_probs(model, micro)
+    chunk_tokens = 7 if case.order else None  # logits in many chunks, or in one
+    log_probs, entropy = forward_log_probs(model, micro, chunk_tokens=chunk_tokens)
     old, advantages, weights = micro.fields["old_log_probs"], micro.fields["advantages"], micro.weights
     clips = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": DUAL_CLIP if case.dual_clip else None}
     policy = policy_loss(log_probs, old, advantages, weights, kind=case.loss, **clips)

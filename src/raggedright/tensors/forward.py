@@ -5,12 +5,14 @@ with a mask of ones, transformers would treat a pack as one long sequence: wrong
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raggedright.errors import ConfigError, RowsError
+from raggedright.tensors.chunked_head import capture_hidden, token_outputs
 from raggedright.tensors.collate import MicroBatch
 from raggedright.tensors.images import placeholder_ids
 
@@ -32,41 +34,64 @@ class TokenOutputs(NamedTuple):
 
 
 def forward_log_probs(
-    model: nn.Module, micro: MicroBatch, *, temperature: Tensor | float = 1.0, entropy_graph: bool = True
+    model: nn.Module,
+    micro: MicroBatch,
+    *,
+    temperature: Tensor | float = 1.0,
+    entropy_graph: bool = True,
+    chunk_tokens: int | None = None,
 ) -> TokenOutputs:
     """Log-probability of each response token, and the entropy of the distribution it came from.
 
     `temperature` is one number, or one number per response token.
     Without `entropy_graph` the entropy has no gradient, for losses that only report it.
+    Logits exist for `chunk_tokens` tokens at a time (default: as many as fit 64 MB), which changes only rounding.
     """
-    log_probs = _distributions(model, micro, temperature)
-    with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return TokenOutputs(_chosen(log_probs, micro), entropy)
+    log_probs, entropy = _token_outputs(model, micro, temperature, chunk_tokens)
+    return TokenOutputs(log_probs, entropy if entropy_graph else entropy.detach())
 
 
 def forward_chosen(model: nn.Module, micro: MicroBatch, *, temperature: Tensor | float = 1.0) -> Tensor:
-    """The log-probability of each response token."""
-    return _chosen(_distributions(model, micro, temperature), micro)
+    """The log-probability of each response token, for passes without a gradient of the entropy."""
+    return _token_outputs(model, micro, temperature, entropy=False)[0]
 
 
-def _distributions(model: nn.Module, micro: MicroBatch, temperature: Tensor | float) -> Tensor:
-    """Log-probabilities of the whole vocabulary at each response token: [N, vocabulary]."""
-    logits = forward_outputs(model, micro)
-    if not isinstance(temperature, Tensor) and temperature != 1:
-        logits = logits / temperature
+def _token_outputs(
+    model: nn.Module,
+    micro: MicroBatch,
+    temperature: Tensor | float,
+    chunk_tokens: int | None = None,
+    *,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    _check(model, micro)
+    masked_ids = placeholder_ids(getattr(model, "config", None))
+    hidden = capture_hidden(model, micro.inputs, micro.logit_index)
+    if hidden is None:
+        return whole_outputs(forward_outputs(model, micro), micro.labels, temperature, masked_ids)
+    return token_outputs(
+        hidden,
+        micro.labels,
+        temperature=temperature,
+        masked_ids=masked_ids,
+        entropy=entropy,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def whole_outputs(
+    logits: Tensor, labels: Tensor, temperature: Tensor | float, masked_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """What `token_outputs` computes, from logits of the whole vocabulary: [N, vocabulary]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if isinstance(temperature, Tensor):
-        logits = logits / temperature.to(logits.dtype)[:, None]
-    if placeholders := placeholder_ids(getattr(model, "config", None)):
+    logits = logits / (temperature.to(logits.dtype)[:, None] if isinstance(temperature, Tensor) else temperature)
+    if masked_ids:
         # Not -inf: the entropy would multiply it by zero.
         lowest = torch.finfo(logits.dtype).min / 2
-        logits = logits.index_fill(-1, torch.tensor(placeholders, device=logits.device), lowest)
-    return torch.log_softmax(logits, dim=-1)
-
-
-def _chosen(log_probs: Tensor, micro: MicroBatch) -> Tensor:
-    return log_probs.gather(-1, micro.labels[:, None]).squeeze(-1)
+        logits = logits.index_fill(-1, torch.tensor(masked_ids, device=logits.device), lowest)
+    log_probs = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, labels[:, None]).squeeze(-1), entropy
 
 
 def forward_values(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -77,17 +102,20 @@ def forward_values(model: nn.Module, micro: MicroBatch) -> Tensor:
 
 def forward_outputs(model: nn.Module, micro: MicroBatch) -> Tensor:
     """The model's outputs at the places that predict response tokens: [N, outputs]."""
-    if micro.is_tree:
-        check_tree(model, micro.longest_row)
-    _check_ids(model, micro)
+    _check(model, micro)
     if micro.one_sequence and "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**micro.inputs, use_cache=False, logits_to_keep=micro.logit_index).logits[0]
     logits = model(**micro.inputs, use_cache=False).logits.flatten(0, 1)
     return logits.index_select(0, micro.logit_index)  # faster than [] in backward if rows of a tree share places
 
 
-def _check_ids(model: nn.Module, micro: MicroBatch) -> None:
-    """Refuse ids without an embedding. The ids are known on the CPU; on a GPU the lookup would fail later."""
+def _check(model: nn.Module, micro: MicroBatch) -> None:
+    """Refuse a tree that the model would misread, and ids without an embedding.
+
+    The ids are known on the CPU; on a GPU the lookup would fail later.
+    """
+    if micro.is_tree:
+        check_tree(model, micro.longest_row)
     size = vocabulary_size(model)
     if size is None:
         return

@@ -1,5 +1,5 @@
 # Each target works on a fresh clone: it makes the virtual environment, installs, and runs.
-.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm families faults test test-fast test-slow test-verl compare-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-cluster pages scale-page clean
+.PHONY: help train train-smollm2 verify verify-curves verify-moe verify-vlm families faults test test-fast test-slow test-verl compare-verl lint check-full bench-plan bench-tensors bench-store bench-rollout bench-train bench-real bench-cluster pages scale-page clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -73,6 +73,9 @@ bench-rollout: .venv/installed ## the local rollout engine beside transformers' 
 
 bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_train.py $(ARGS)
+
+bench-real: .venv-trl/installed runs/models/SmolLM2-135M-Instruct/config.json ## peak memory and trained tokens/s on SmolLM2, compared with TRL (ARGS=--quick)
+	$(BIN)/python benchmarks/bench_real.py $(ARGS)
 
 bench-cluster: .venv/installed ## Ray and TransferQueue beside the local launcher, and rows through the store as they grow (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_cluster.py $(ARGS)

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raggedright import Layout, Rows, make_plan
+from raggedright.plan.layout import Collate
 from raggedright.tensors import Collator, TensorBatch, forward_log_probs, infer_schema
 from raggedright.tensors.chunked_head import LogitTransform, capture_hidden
 from raggedright.tensors.collate import MicroBatch
@@ -30,17 +32,17 @@ FAMILIES = {  # and what they do to the head's outputs
 
 
 @cache
-def _made(family: str) -> nn.Module:
+def _made(family: str) -> Any:
     torch.manual_seed(0)
     settings = {**SIZES, **HEADS, "initializer_range": 0.5, "tie_word_embeddings": False, **FAMILIES[family][0]}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).double().eval()
 
 
-def model_of(family: str) -> nn.Module:
+def model_of(family: str) -> Any:
     return copy.deepcopy(_made(family))
 
 
-def micro_of(how="packed") -> MicroBatch:
+def micro_of(how: Collate = "packed") -> MicroBatch:
     """Three rows of 5, 9 and 2 response tokens."""
     lengths = [5, 9, 2]
     rows = Rows.from_columns(
@@ -169,7 +171,9 @@ class Doubled(nn.Linear):
 class Squashed(nn.Module):
     """A model that does something to its logits that no config says."""
 
-    def __init__(self, model: nn.Module):
+    model: Any
+
+    def __init__(self, model: Any):
         super().__init__()
         self.model, self.config = model, model.config
 

@@ -85,7 +85,7 @@ def is_held_out(question: str) -> bool:
 
 
 def verify(task: Task, answer: str | None) -> float:
-    """The score of an answer by the verifier of the dataset that the task is from, from 0 to 1."""
+    """The score of an answer by the verifier of the dataset that the task is from; 0 if the verifier fails on it."""
     metadata = task.data.get("metadata")
     source = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
     options = task.data.get(NAME, {"dataset": source})
@@ -94,7 +94,11 @@ def verify(task: Task, answer: str | None) -> float:
             f"task {task.uid} is not of reasoning_gym: its fields are {', '.join(task.data)}; set prompts.source to "
             f"{NAME}, or agent.options.reward to 'module:function'"
         )
-    return float(_dataset(json.dumps(dict(options)), 0).score_answer(answer, dict(task.data)))
+    dataset = _dataset(json.dumps(dict(options)), 0)
+    try:
+        return float(dataset.score_answer(answer, dict(task.data)))
+    except Exception:  # some verifiers raise on text that they cannot parse, and a model may write anything
+        return 0.0
 
 
 def _check_options(options: Mapping[str, object], key: str) -> None:

@@ -72,7 +72,7 @@ class Agent(Section):
     """What runs on a prompt."""
 
     name: str
-    """A shipped agent (compaction, delegation, tiles, chat) or `module:attribute`."""
+    """A shipped agent (compaction, delegation, tiles, chat, compacting_chat) or `module:attribute`."""
     options: dict[str, object] = {}
     """Arguments for an agent that is a class."""
 

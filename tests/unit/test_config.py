@@ -261,6 +261,7 @@ INERT = [
     ("model.symbols", "01", {"model": {"path": "here", "made": None}}, "model.made is not set"),
     ("model.compute_dtype", "bfloat16", {"model": {"dtype": "bfloat16"}}, "model.dtype is bfloat16"),
     ("prompts.eval_source", "more.jsonl", {}, "eval.every is 0"),
+    ("prompts.eval_options", {"split": "test"}, {}, "eval.every is 0"),
     ("eval.prompts", 8, {}, "eval.every is 0"),
     ("rollout.retries", 3, {"rollout": {"on_failure": "zero"}}, "rollout.on_failure is zero"),
     ("rollout.max_sampled_batches", 3, {}, "rollout.dynamic_sampling is False"),

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
-from raggedright.agents.tokens import Tokens
+from raggedright.agents.tokens import ChatTemplate, Tokens, encode, is_chat
 from raggedright.agents.trajectory import Generate, Trajectory, finite
-from raggedright.agents.vision import Picture, Vision
+from raggedright.agents.vision import Picture, Vision, pictures_of
 from raggedright.errors import ConfigError
 from raggedright.rollout.engine import Sampling
 from raggedright.sessions import Session as RecordedSession
@@ -115,6 +115,24 @@ class Session:
         self._trajectories.append(trajectory)
         return trajectory
 
+    def count_tokens(
+        self,
+        prompt: Tokens,
+        *,
+        tools: Sequence[object] | None = None,
+        chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> int:
+        """How many tokens a trajectory with this prompt, without images, begins with; also if they fit no row."""
+        self.check_open()
+        if not isinstance(prompt, str) and pictures_of(prompt, ()):
+            raise SessionError(f"session {self.name}: count_tokens is given images; it counts text only")
+        template = None
+        if is_chat(prompt):
+            template = ChatTemplate(
+                tokenizer=self.tokenizer, tools=tools or (), arguments=chat_template_kwargs, keeps_parts=False
+            )
+        return len(encode(self.tokenizer, prompt, limit=self.max_row_tokens, template=template))
+
     def report(self, **metrics: float) -> None:
         """Add numbers of the session in addition to its reward, e.g. exact_match; the last of a name counts."""
         self.check_open()
@@ -122,6 +140,11 @@ class Session:
             if (number := finite(value)) is None or not is_text(name):
                 raise SessionError(f"session {self.name}: report({name!r:.60}) has {value!r:.60}; give finite numbers")
             self._metrics[name] = number
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens that a trajectory can have: rollout.max_row_tokens, or the model's context."""
+        return self._max_row_tokens
 
     @property
     def image(self) -> str:

@@ -13,6 +13,7 @@ from raggedright.plugins import call_with_options, find_plugin
 
 SHIPPED = {
     "chat": "raggedright.agents.chat:Chat",
+    "compacting_chat": "raggedright.agents.compacting_chat:CompactingChat",
     "compaction": "raggedright.agents.digits:compact",
     "delegation": "raggedright.agents.digits:delegate",
     "tiles": "raggedright.agents.tiles:Tiles",

@@ -1,9 +1,9 @@
-"""Tasks of a run: from a JSONL or Parquet file, or made by a function; and which of them are in which round.
+"""Tasks of a run: from a file or folder, or made by a function or a package; and which of them are in which round.
 
-A file's tasks are shuffled again for every epoch. Rounds take them one after another, so a round may have the end of
-one epoch and the beginning of the next. Invariants: an epoch has each task once; a round has no task twice; the tasks
-of a round depend on (seed, round, batch_size) only. A function makes any number of tasks: task i is what it returns for
-(i, seed).
+The tasks of a file or folder are shuffled again for every epoch. Rounds take them one after another, so a round may
+have the end of one epoch and the beginning of the next. Invariants: an epoch has each task once; a round has no task
+twice; the tasks of a round depend on (seed, round, batch_size) only. A function or package makes any number of tasks:
+task i is what it returns for (i, seed).
 
 With dynamic sampling a round draws as many tasks as it needs, from the place where the last round stopped (`draw`). The
 task at a place of that sequence depends on (seed, most) only, and any `most` neighbours are different tasks.
@@ -12,14 +12,18 @@ Note: a round that spans two epochs must not have a task twice, so the tasks tha
 later places in the second.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from raggedright.agents import gym_tasks
 from raggedright.agents.agent_session import Task
+from raggedright.agents.dataset_folder import FolderRows, read_folder
 from raggedright.arrays import Ints
 from raggedright.errors import ConfigError, RowsError
 from raggedright.plugins import find_attribute
@@ -50,27 +54,41 @@ class Tasks(Protocol):
         ...
 
 
-def load_tasks(source: str, *, seed: int, key: str = "prompts.source") -> Tasks:
-    """Tasks of a .jsonl or .parquet file, or of a "module:function" that takes (index, seed); `key` is for errors."""
-    suffix = Path(source).suffix
-    if suffix in (".jsonl", ".parquet"):
-        if not Path(source).is_file():
-            raise ConfigError(f"{key} is {source}, and there is no such file; give its path from {Path.cwd()}")
-        lines = _jsonl(source) if suffix == ".jsonl" else _parquet(source)
-        tasks = _named(lines)
+def load_tasks(
+    source: str,
+    *,
+    seed: int,
+    options: Mapping[str, object] = MappingProxyType({}),
+    held_out: bool = False,
+    key: str = "prompts.source",
+    options_key: str = "prompts.options",
+) -> Tasks:
+    """The tasks of a source with its options; the keys are those of the config, for errors.
+
+    With `held_out` they are for evaluations: a package that makes tasks keeps some of them for this alone.
+    """
+    if source == gym_tasks.NAME:
+        make = gym_tasks.GymTasks(options, held_out=held_out, key=key, options_key=options_key)
+        return MadeTasks(source, make, seed=seed)
+    if (is_folder := Path(source).is_dir()) or Path(source).suffix in (".jsonl", ".parquet"):
+        tasks = _folder(source, options, key, options_key) if is_folder else _file(source, options, key, options_key)
         if not tasks:
             raise ConfigError(f"{key} is {source}, which has no tasks; one line or row is one task")
         return FileTasks(source, tasks, seed=seed)
     if ":" not in source:
-        raise ConfigError(f"{key} is {source!r}; it takes a .jsonl or .parquet file, or 'module:function'")
+        raise ConfigError(
+            f"{key} is {source!r}; it takes a .jsonl or .parquet file, a folder of a Hugging "
+            f"Face dataset, {gym_tasks.NAME}, or 'module:function'"
+        )
     make = find_attribute(source, key=key)
     if not callable(make):
         raise ConfigError(f"{key} is {source!r}, a {type(make).__name__}; it takes a function of (index, seed)")
     try:
-        signature(make).bind(0, seed)
+        signature(make).bind(0, seed, **options)
     except TypeError as error:
-        raise ConfigError(f"{key} is {source!r}: {error}; it takes a function of (index, seed)") from None
-    return MadeTasks(source, cast(Make, make), seed=seed)
+        takes = f"of (index, seed{', ' if options else ''}{', '.join(options)})"
+        raise ConfigError(f"{key} is {source!r}: {error}; it takes a function {takes}") from None
+    return MadeTasks(source, cast(Make, partial(make, **options) if options else make), seed=seed)
 
 
 class MadeTasks:
@@ -105,7 +123,7 @@ class MadeTasks:
 
 
 class FileTasks:
-    """The tasks of a file, in a new order for every epoch."""
+    """The tasks of a file or folder, in a new order for every epoch."""
 
     def __init__(self, source: str, tasks: Sequence[Task], *, seed: int) -> None:
         self._source, self._tasks, self._seed = source, tasks, seed
@@ -185,6 +203,20 @@ def _after(before: Ints, order: Ints, earliest: Ints) -> Ints:
     return np.array([*first, *waiting, *rest], dtype=np.int64)
 
 
+def _file(source: str, options: Mapping[str, object], key: str, options_key: str) -> list[Task]:
+    if not Path(source).is_file():
+        raise ConfigError(f"{key} is {source}, and there is no such file; give its path from {Path.cwd()}")
+    if options:
+        raise ConfigError(f"{options_key} has {', '.join(options)} and {key} is a file, which takes none; remove it")
+    return _named(_jsonl(source) if Path(source).suffix == ".jsonl" else _parquet(source))
+
+
+def _folder(source: str, options: Mapping[str, object], key: str, options_key: str) -> FolderRows:
+    tasks = read_folder(source, options, key=key, options_key=options_key)
+    _check_uids((f"{source}, row {i}", uid) for i, uid in enumerate(tasks.uids))
+    return tasks
+
+
 def _jsonl(source: str) -> Iterator[tuple[str, object]]:
     with open(source, "rb") as lines:
         try:
@@ -209,16 +241,24 @@ def _parquet(source: str) -> Iterator[tuple[str, object]]:
 
 def _named(records: Iterator[tuple[str, object]]) -> list[Task]:
     """Tasks with a uid each: the field of that name, or the number of the task."""
-    tasks: list[Task] = []
-    places: dict[str, str] = {}
+    tasks: list[Mapping[str, object]] = []
+    places: list[str] = []
     for where, record in records:
         if not isinstance(record, Mapping):
             raise ConfigError(f"{where}: a task is an object with fields, and this is a {type(record).__name__}")
-        uid = record.get("uid", len(tasks))
+        tasks.append(record)
+        places.append(where)
+    uids = _check_uids((where, task.get("uid", i)) for i, (where, task) in enumerate(zip(places, tasks, strict=True)))
+    return [Task(uid=uid, data=task) for uid, task in zip(uids, tasks, strict=True)]
+
+
+def _check_uids(given: Iterable[tuple[str, object]]) -> list[str]:
+    """Uids as text; a ConfigError for one that is none, or that two tasks have."""
+    places: dict[str, str] = {}
+    for where, uid in given:
         if isinstance(uid, bool) or not isinstance(uid, str | int) or not (is_text(uid := str(uid)) and uid):
             raise ConfigError(f"{where}: field uid is {uid!r:.60}; it takes text or an integer")
         if uid in places:
             raise ConfigError(f"{where}: field uid is {uid!r:.60}, as in {places[uid]}; give each task a different one")
         places[uid] = where
-        tasks.append(Task(uid=uid, data=record))
-    return tasks
+    return [*places]

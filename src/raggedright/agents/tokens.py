@@ -119,6 +119,14 @@ class ChatTemplate:
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         return {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
+    def takes_system(self) -> bool:
+        """Whether a system message before a user's is written; some templates refuse it, some leave it out."""
+        system, user = {"role": "system", "content": _REPLY}, {"role": "user", "content": "?"}
+        try:
+            return _REPLY in self.render([system, user])
+        except SessionError:
+            return False
+
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
         """The text of messages, with the generation prompt or without it."""
         conversation: list[dict] = [dict(message) for message in messages]

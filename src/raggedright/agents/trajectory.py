@@ -155,6 +155,11 @@ class Trajectory:
         if is_chat(tokens):
             self._turn_start = len(self._ids)
 
+    def count_tokens(self, tokens: Tokens, *, images: Sequence[Picture] = ()) -> int:
+        """How many tokens `observe` would add; also if they do not fit."""
+        self._check_idle()
+        return len(self._encoded(tokens, images, after_reply=is_chat(tokens))[0])
+
     def attach(self, **fields: Sequence[float]) -> None:
         """Record fields with one number per response token, such as teacher_log_probs; the loss gets them by name."""
         self._check_idle()
@@ -288,6 +293,16 @@ class Trajectory:
         """The ids of a prompt or an observation; messages after a reply also continue the chat."""
         if not isinstance(tokens, str) and not is_chat(tokens):
             self._check_length(len(tokens))
+        ids, messages, look = self._encoded(tokens, images, after_reply=after_reply)
+        self._check_length(len(ids))
+        self._chat += messages
+        self._media += [look.media] if look else []
+        return ids
+
+    def _encoded(
+        self, tokens: Tokens, images: Sequence[Picture], *, after_reply: bool
+    ) -> tuple[list[int], list[Message], Look | None]:
+        """Ids, the messages that continue the chat, and how images were encoded; changes nothing."""
         messages: list[Message] = []
         try:
             look = self._look(tokens, images)
@@ -300,10 +315,7 @@ class Trajectory:
                 self._session._vision.check_text(ids)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
-        self._check_length(len(ids))
-        self._chat += messages
-        self._media += [look.media] if look else []
-        return ids
+        return ids, messages, look
 
     def _encode_turn(self, tokens: Tokens, look: Look | None) -> tuple[list[int], list[Message]]:
         """The ids that follow a reply when messages are observed; the reply and these messages."""

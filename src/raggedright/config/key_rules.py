@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from raggedright.config.schema import Config
 
 KEPT_ON_RESUME = (
-    "seed", "model.path", "model.made", "model.symbols", "model.dtype", "prompts.source", "agent.name", "agent.options",
+    "seed", "model.path", "model.made", "model.symbols", "model.dtype", "prompts.source",
+    "prompts.options", "agent.name", "agent.options",
     "rollout.n", "rollout.dynamic_sampling", "rollout.max_sampled_batches", "train.batch_size", "critic.path",
 )  # fmt: skip
 
@@ -43,7 +44,7 @@ _OF_CRITIC = tuple(f"critic.{name}" for name in Critic.model_fields if name not 
 RULES = (  # the first rule that a key breaks is reported
     Rule(("model.symbols",), "model.made", _is_set, "set it instead of model.path"),
     _one_of("model.compute_dtype", "model.dtype", "float32", "float64"),
-    Rule(("prompts.eval_source", "eval.prompts"), "eval.every", bool, "set it to 1 or more"),
+    Rule(("prompts.eval_source", "prompts.eval_options", "eval.prompts"), "eval.every", bool, "set it to 1 or more"),
     _one_of("rollout.retries", "rollout.on_failure", "retry"),
     Rule(("rollout.max_sampled_batches",), "rollout.dynamic_sampling", bool, "set it to true"),
     _one_of("train.loss_norm_tokens", "train.loss_agg", "seq-mean-token-sum-norm"),

@@ -59,16 +59,20 @@ class Prompts(Section):
     """Where tasks come from."""
 
     source: str
-    """A .jsonl or .parquet file, or `module:function` that makes task i from (index, seed)."""
+    """A .jsonl or .parquet file, a dataset's folder, reasoning_gym, or `module:function` of (index, seed)."""
+    options: dict[str, object] = {}
+    """Of a folder: split, name; of reasoning_gym: dataset and its options; of a function: further arguments."""
     eval_source: str | None = None
     """The same, for evaluation; `source` if not set."""
+    eval_options: dict[str, object] | None = None
+    """Options for evaluation; if not set, those of `source`, or none with an `eval_source`."""
 
 
 class Agent(Section):
     """What runs on a prompt."""
 
     name: str
-    """A shipped agent (compaction, delegation, tiles, chat) or `module:attribute`."""
+    """A shipped agent (compaction, delegation, tiles, chat, compacting_chat) or `module:attribute`."""
     options: dict[str, object] = {}
     """Arguments for an agent that is a class."""
 

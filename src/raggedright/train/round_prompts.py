@@ -44,13 +44,18 @@ class PromptSequence:
 
 def load_prompts(config: Config) -> tuple[PromptSequence, Tasks]:
     """The tasks to train on and those of evaluations, drawn with different seeds."""
-    source, eval_source = config.prompts.source, config.prompts.eval_source
-    tasks = load_tasks(source, seed=config.seed)
+    prompts = config.prompts
+    tasks = load_tasks(prompts.source, options=prompts.options, seed=config.seed)
     tasks.check_enough(config.train.batch_size, "train.batch_size")
-    if eval_source is None:
-        eval_tasks = load_tasks(source, seed=config.seed + 1)
-    else:
-        eval_tasks = load_tasks(eval_source, seed=config.seed + 1, key="prompts.eval_source")
+    source, options = prompts.eval_source, prompts.eval_options
+    eval_tasks = load_tasks(
+        prompts.source if source is None else source,
+        options=(prompts.options if source is None else {}) if options is None else options,
+        held_out=True,
+        seed=config.seed + 1,
+        key="prompts.source" if source is None else "prompts.eval_source",
+        options_key="prompts.options" if source is options is None else "prompts.eval_options",
+    )
     if config.eval.every:
         eval_tasks.check_enough(config.eval.prompts, "eval.prompts")
     return PromptSequence(tasks, config), eval_tasks

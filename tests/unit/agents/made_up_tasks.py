@@ -38,3 +38,31 @@ class Player:
 class NotAsync:
     def __call__(self, task, session):
         return 1.0
+
+
+def ask_again(task, messages) -> str:
+    return "No, try again."
+
+
+def ask_once(task, messages) -> str | None:
+    return "No, try again." if len(messages) == 2 else None
+
+
+async def ask_later(task, messages) -> str | None:
+    return ask_once(task, messages)
+
+
+def never(task, messages) -> None:
+    return None
+
+
+def told_so_far(task, messages) -> str:
+    return "next" if len(messages) == 2 else "|".join(f"{each['role']}:{each['content']}" for each in messages)
+
+
+def wrong_step(task, messages) -> int:
+    return 3
+
+
+def failing_step(task, messages) -> str:
+    return str(1 / 0)

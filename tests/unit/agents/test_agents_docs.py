@@ -1,9 +1,12 @@
 """The agents in the docs run as they stand there, in thirty lines each."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 from raggedright.agents import Task
+from raggedright.agents.compacting_chat import CompactingChat
 from raggedright.rollout.engine import Sampling
 from recorded import recorded_sessions
 from unit.agents.scripted import EOS, ScriptEngine, run
@@ -39,9 +42,25 @@ def test_the_agent_with_a_tool_calls_it_and_answers():
     engine = ScriptEngine(ids(f"{CALL}<|im_end|>"), ids("It is sunny.<|im_end|>"))
     sampling = Sampling(max_tokens=64, stop_ids=frozenset(ids("<|im_end|>")))
     task = Task(uid="p", data={"question": "How is the weather in Bonn?", "answer": "sunny"})
-    agent = run_code(1)["ask_tools"]
+    agent = run_code(2)["ask_tools"]
     store = run(agent, [(task, 0)], engine=engine, tokenizer=CHAT, sampling=sampling, max_row_tokens=2_000)
     (entry,) = recorded_sessions(store)
     assert (entry.cause, entry.score) == ("", 1.0)
     context = CHAT.decode([*engine.requests[1].ids])
     assert "<tool_response>\nIt is sunny in Bonn.\n</tool_response>" in context
+
+
+def test_the_game_of_the_page_is_played_with_compaction():
+    names = run_code(1)
+    sys.modules["game_of_the_page"] = ModuleType("game_of_the_page")
+    vars(sys.modules["game_of_the_page"]).update(names)
+    options = {"reward": "game_of_the_page:score", "step": "game_of_the_page:step", "max_steps": 10}
+    agent = CompactingChat(**options, context_tokens=160, max_tokens=8, summary_tokens=24, summary_request="Sum up.")
+    engine = ScriptEngine(*(ids(f"{reply}<|im_end|>") for reply in ("x", "3", "9", "Not 3 or 9.", "7")))
+    sampling = Sampling(max_tokens=64, stop_ids=frozenset(ids("<|im_end|>")))
+    task = Task(uid="p", data={"question": "Guess a number.", "number": 7})
+    store = run(agent, [(task, 0)], engine=engine, tokenizer=CHAT, sampling=sampling, max_row_tokens=2_000)
+    (entry,) = recorded_sessions(store)
+    assert (entry.cause, entry.score, entry.metrics) == ("", 1.0, {"steps": 4, "summaries": 1})
+    context = CHAT.decode([*engine.requests[-1].ids])
+    assert "Not 3 or 9.\n\nIt is smaller." in context

@@ -38,7 +38,7 @@ def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch):
     ("name", "options", "message"),
     [
         ("compation", {}, "agent.name is 'compation', which does not exist; is it compaction?"),
-        ("zzz", {}, "shipped are chat, compaction, delegation, tiles; others are 'module:attribute'"),
+        ("zzz", {}, "shipped are chat, compacting_chat, compaction, delegation, tiles; others are 'module:attribute'"),
         ("compaction", {"size": 3}, "agent.options are given and compaction is not a class; leave out size"),
         ("chat", {}, "agent.options.reward is missing; chat needs reward"),
         ("chat", {"reward": f"{HERE}:exact", "sytem": "x"}, "agent.options.sytem is unknown to chat; is it system?"),

@@ -123,7 +123,7 @@ def test_a_function_makes_endless_tasks():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("tasks.json", "it takes a .jsonl or .parquet file, or 'module:function'"),
+        ("tasks.json", "it takes a .jsonl or .parquet file, a folder"),
         ("no_such.jsonl", "there is no such file; give its path from"),
         ("no.such.module:f", "there is no module no; run in its folder"),
         ("unit.agents.made_up_tasks:doublet", "has no doublet; is it doubled?"),

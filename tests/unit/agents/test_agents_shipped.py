@@ -119,7 +119,7 @@ def test_chat_scores_its_reply_by_a_function_of_the_users(reward):
     assert [entry.score for entry in recorded_sessions(store)] == [1.0, 0.0, None]
     assert rows(store)[0]["input_ids"] == ids("<system>be kind;<user>say hi;<assistant>hi<eos>")
     assert causes(store)["c", 0, 0].startswith(
-        "ValueError: task c has no messages and no prompt; its fields are answer"
+        "ValueError: task c has no messages, no prompt and no question; its fields are answer"
     )
 
 

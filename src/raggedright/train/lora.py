@@ -47,8 +47,8 @@ def add_adapter(model: nn.Module, lora: Lora, *, seed: int, base: str | None = N
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # pyright: ignore[reportArgumentType]
         target_modules=lora.target_modules,
-        exclude_modules=lora.exclude_modules or None,
-        target_parameters=lora.target_parameters or None,
+        exclude_modules=lora.exclude_modules,
+        target_parameters=lora.target_parameters,
         use_rslora=lora.use_rslora,
         init_lora_weights="gaussian" if lora.init_lora_weights == "gaussian" else True,
         task_type="CAUSAL_LM",

@@ -17,6 +17,7 @@ from parallel.whole_runs import (
     EXPERTS,
     IMAGES,
     IMAGES_AND_EXPERTS,
+    adapter_of,
     distance,
     first_norm,
     gradient_of,
@@ -32,6 +33,7 @@ from raggedright.train.world import World
 Changes = dict[str, dict[str, object]]
 
 GAE: Changes = {"algorithm": {"advantages": "gae", "entropy_coef": 0.1}, "critic": {"mini_batch_size": 2, "lr": 1e-3}}
+LORA: Changes = {"lora": {"rank": 2}}
 CASES: dict[str, Changes] = {  # the first in every variant, the others in those of FEW, or in their own
     "steps token-mean": {},
     "steps session-mean": {"train": {"loss_agg": "session-mean"}},
@@ -57,6 +59,9 @@ CASES: dict[str, Changes] = {  # the first in every variant, the others in those
     "images": {**IMAGES, "train": {"align": "lcm"}},
     "images and experts": {**IMAGES_AND_EXPERTS, "experts": {"balance_coef": 0.1}},
     "images, critic and kl": {**IMAGES, **GAE, "reference": {"kl": "loss", "coef": 0.1}},
+    "lora": {**LORA, "reference": {"kl": "loss", "coef": 0.1}},
+    "lora, experts": {**LORA, **EXPERTS, "experts": {"balance_coef": 0.1}},
+    "lora, images and critic": {**LORA, **IMAGES, **GAE, "reference": {"kl": "reward", "coef": 0.1}},
 }
 ONE_RANK: dict[str, Changes] = {
     "rows alone": {"train": {"micro_batch_rows": 1}},
@@ -88,6 +93,9 @@ SOME = {  # dearer than the others
     "images, critic and kl": [*SHARDED],
     "experts replayed": ["small packs", "two ranks", "three ranks"],
     "experts balanced": ["rectangles", "two ranks, much padding", "two ranks, sharded", "three ranks"],
+    "lora": [*FEW, "rectangles", *SHARDED],
+    "lora, experts": ["small packs", "two ranks, much padding", "three ranks", *SHARDED],
+    "lora, images and critic": ["rectangles", "two ranks, much padding", *SHARDED],
 }
 Pairs = list[tuple[str, str]]
 PAIRS: Pairs = [(c, variant) for i, c in enumerate(CASES) for variant in SOME.get(c, FEW if i else EVERY)]
@@ -146,7 +154,7 @@ def test_rollouts_and_weights_are_those_of_one_rank(runs: Path, case: str, varia
     check_same(runs, case, variant)
 
 
-@pytest.mark.parametrize("case", ["steps token-mean", "lcm session-mean", "critic", "temperatures"])
+@pytest.mark.parametrize("case", ["steps token-mean", "lcm session-mean", "critic", "temperatures", "lora"])
 def test_weights_of_trees_agree_to_1e_12_where_the_model_casts_nothing(tmp_path: Path, case: str):
     """A shared prefix adds up its gradient before a cast to float32, rows one by one after it: only that differs."""
     weights = []
@@ -176,11 +184,20 @@ def test_the_first_gradient_in_float32_is_that_of_one_rank(runs: Path, variant: 
 
 @pytest.mark.xdist_group("launch")
 def test_the_runs_that_are_compared_trained_and_differ_between_cases(runs: Path):
-    weights = [weights_of(runs / case / "one rank") for case in CASES if not case.startswith("images")]
+    weights = [weights_of(runs / case / "one rank") for case in CASES if not case.startswith(("images", "lora"))]
     assert all(first_norm(runs / case / "one rank") > 1e-3 for case in CASES)
     pairs = [(one, other) for i, one in enumerate(weights) for other in weights[:i] if one.keys() == other.keys()]
     assert len(pairs) == 37  # 9 dense models, 2 with experts
     assert all(distance(one, other) > 1e-6 for one, other in pairs)
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("case", [case for case in CASES if "lora" in case])
+def test_the_adapters_that_are_compared_trained_and_nothing_else_did(runs: Path, case: str):
+    gradient, adapter = gradient_of(runs / case / "one rank"), adapter_of(runs / case / "one rank")
+    assert len(gradient) == len(adapter) >= 28
+    assert all("lora_" in name for name in gradient)
+    assert all(bool(weight.any()) for name, weight in adapter.items() if "lora_B" in name)  # they start at zero
 
 
 @pytest.mark.xdist_group("launch")

@@ -191,7 +191,13 @@ def first_norm(folder: Path) -> float:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
+    """Of the exported model and, with LoRA, of the adapter that is merged into it."""
+    return load_file(folder / "model" / "model.safetensors") | adapter_of(folder)
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / "adapter" / "adapter_model.safetensors"
+    return load_file(file) if file.exists() else {}
 
 
 def rollouts_of(folder: Path) -> dict[str, list[list[float]]]:

@@ -170,7 +170,7 @@ def test_while_the_critic_warms_up_the_plan_is_for_the_critic_alone() -> None:
 VALUES = (True, "text", 4.5, 4.0, 3, [1], {"a": 1}, date(2026, 1, 1))
 OF_TYPE = {
     "an integer": (int,), "a number": (int, float), "`true`, `false`": (bool,), "text": (str,), "a path": (str,),
-    "a table": (dict,), "2 numbers": (), "a list of text": (list,),
+    "a table": (dict,), "2 numbers": (), "a list of text": (list,), "text or a list of text": (str,),
 }  # fmt: skip
 
 
@@ -286,6 +286,13 @@ INERT = [
     ("critic.decay", "linear", {}, "critic.mini_batch_size is not set"),
     ("critic.final", 0.2, {}, "critic.mini_batch_size is not set"),
     ("critic.path", "here", {}, "critic.mini_batch_size is not set"),
+    ("lora.alpha", 16, {}, "lora.rank is not set"),
+    ("lora.dropout", 0, {}, "lora.rank is not set"),
+    ("lora.target_modules", ["q_proj"], {}, "lora.rank is not set"),
+    ("lora.exclude_modules", ["q_proj"], {}, "lora.rank is not set"),
+    ("lora.target_parameters", ["down_proj"], {}, "lora.rank is not set"),
+    ("lora.use_rslora", True, {}, "lora.rank is not set"),
+    ("lora.init_lora_weights", "gaussian", {}, "lora.rank is not set"),
     ("critic.value_clip", 0.2, {}, "critic.mini_batch_size is not set"),
     ("parallel.cpus_per_rank", 2, {}, "parallel.launcher is local"),
     ("parallel.gpus_per_rank", 1, {}, "parallel.launcher is local"),

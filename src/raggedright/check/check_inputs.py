@@ -22,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, PretrainedConfig
 
 from raggedright.check.plain_losses import MadeUp, TokenFields, row_outputs
-from raggedright.config.sections import Model
+from raggedright.config.sections import Lora, Model
 from raggedright.errors import ConfigError
 from raggedright.rows import Rows
 from raggedright.tensors.images import has_vision, image_positions, placeholder_ids
 from raggedright.tensors.routing import NOT_ROUTED, find_routers
 from raggedright.tensors.row_independence import is_length
 from raggedright.train.load_models import load_actor, load_critic, make_tokenizer
+from raggedright.train.lora import add_adapter
 
 PAST = 4  # tokens beyond a length
 LONGEST = 1_024  # tokens of a row, by default
@@ -81,7 +82,9 @@ BUILTIN: dict[str, dict[str, object]] = {
 CRITICS: dict[str, dict[str, object]] = {  # not of the family of an actor
     "mistral": {"model_type": "mistral", **_TEXT, "sliding_window": 8},
 }
-_MADE = {**BUILTIN, **CRITICS}
+ADAPTED = {f"{name}-lora": config for name, config in BUILTIN.items()}  # actors with a LoRA adapter
+_MADE = {**BUILTIN, **CRITICS, **ADAPTED}
+_RANK = 3
 
 
 def load_model(
@@ -111,7 +114,20 @@ def _load(
     model, tokenizer = Model.model_validate({**source, **settings}), make_tokenizer("ab")
     if critic:
         return load_critic(model, None, tokenizer, seed=seed)
-    return load_actor(model, tokenizer, seed=seed)
+    actor = load_actor(model, tokenizer, seed=seed)
+    if name in ADAPTED:
+        _adapt(actor, seed)
+    return actor
+
+
+def _adapt(actor: nn.Module, seed: int) -> None:
+    """Give a model an adapter as in the middle of a run: B, which starts at zero, has values."""
+    add_adapter(actor, Lora(rank=_RANK), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
 class _Double(TorchFunctionMode):
@@ -152,7 +168,9 @@ def leave_out_casts(model: nn.Module) -> nn.Module:
 
 
 def has_critic(name: str) -> bool:
-    """Whether the family of a model has critics."""
+    """Whether the family of a model has critics; a critic has no adapter."""
+    if name in ADAPTED:
+        return False
     config = _config(name)
     return has_vision(config) or type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 

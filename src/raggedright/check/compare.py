@@ -20,7 +20,16 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from raggedright.check.cases import CUTS, Able, Case, Line, short_name
-from raggedright.check.check_inputs import DTYPES, SHORT, Lengths, find_lengths, has_critic, load_model, make_up
+from raggedright.check.check_inputs import (
+    ADAPTED,
+    DTYPES,
+    SHORT,
+    Lengths,
+    find_lengths,
+    has_critic,
+    load_model,
+    make_up,
+)
 from raggedright.check.plain_losses import (
     BALANCE_COEF,
     CLIP_HIGH,
@@ -214,7 +223,10 @@ def facts_of(name: str, dtype: str, *, only_critic: bool = False, longest: int |
         notes.append(f"it has no sdpa attention: set model.attention = '{model.config._attn_implementation}'")  # pyright: ignore
     critic = only_critic or has_critic(name)
     if not critic:
-        notes.append("no critic: transformers has no token classifier of its family")
+        cause = (
+            "LoRA adapts the actor alone" if name in ADAPTED else "transformers has no token classifier of its family"
+        )
+        notes.append(f"no critic: {cause}")
     if not only_critic:
         try:
             LocalModel(model, pad_token_id=0)

@@ -100,23 +100,24 @@ def train_case(case: Case, world: World) -> dict[str, Tensor]:
     return after
 
 
-def compare_weights(case: Case, trained: dict[str, Tensor]) -> Line:
+def compare_weights(case: Case, weights: dict[str, Tensor]) -> Line:
     """The difference from the same steps on plain gradients, relative to how far the weights moved."""
     model, made_up = load_case(case)
     batch, before = batch_of(case, made_up, model), _weights(model)
     settings = {name: value for name, value in _OPTIMIZER.items() if name != "grad_clip"}
-    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), **settings)
     steps = [step for step in batch.plan.steps(role_of(case)) if not step.skipped]
     for step in steps:
         gradient, _ = run_reference(model, made_up, batch, step, case)
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained.items():
             parameter.grad = gradient.get(name, torch.zeros_like(parameter))
-        nn.utils.clip_grad_norm_(model.parameters(), _OPTIMIZER["grad_clip"])
+        nn.utils.clip_grad_norm_(trained.values(), _OPTIMIZER["grad_clip"])
         optimizer.step()
         model.zero_grad(set_to_none=True)
     expected = _weights(model)
     model.load_state_dict(before, strict=False)
-    apart = sum(float((trained[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+    apart = sum(float((weights[name] - expected[name]).square().sum()) for name in expected) ** 0.5
     moved = sum(float((before[name] - expected[name]).square().sum()) for name in expected) ** 0.5
     role = " of a critic" if case.critic else ""
     subject = f"{short_name(case.model)}, {case.collate}, {len(steps)} steps{role}"

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from textwrap import fill
@@ -34,6 +35,7 @@ windows, chunks and positions in the model's config. Then follow advantages, wei
 processes, and bfloat16. Exit code 1 above the tolerance: 1e-10 in float64, 1e-5 in float32.
 """
 DTYPES = ("float64", "float32")
+_LORA = ("qwen3-lora",) if find_spec("peft") else ()
 NUM_COVERINGS = 3  # each covering has every pair of choices, in other combinations
 MAX_PARAMETERS = 50_000_000  # of a model whose optimizer steps are run in float64
 
@@ -54,7 +56,7 @@ def add_command(commands: "Commands[argparse.ArgumentParser]") -> None:
     add = parser.add_argument
     add(
         "--model", action="append", metavar="NAME",
-        help="qwen3, qwen3-moe, qwen3-vl, mistral or a model directory (default the first three)",
+        help="qwen3, qwen3-moe, qwen3-vl, qwen3-lora, mistral or a model directory (default the first four)",
     )  # fmt: skip
     add(
         "--critic", action="append", metavar="NAME",
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 
     disable_progress_bar()
     set_verbosity_error()  # a critic has a new head, which transformers would report
-    models, critics = args.model or list(BUILTIN), args.critic or ([] if args.model else list(CRITICS))
+    models, critics = args.model or [*BUILTIN, *_LORA], args.critic or ([] if args.model else list(CRITICS))
     dtypes = args.dtype or DTYPES
     facts = [facts_of(name, dtypes[0], longest=args.longest) for name in models]
     facts += [facts_of(name, dtypes[0], longest=args.longest, only_critic=True) for name in critics]

@@ -10,7 +10,7 @@ The keys that only decide how rows are cut and where ranks run may change, becau
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from raggedright.config.sections import Critic
+from raggedright.config.sections import Critic, Lora
 from raggedright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ KEPT_ON_RESUME = (
     "seed", "model.path", "model.made", "model.symbols", "model.dtype", "prompts.source",
     "prompts.options", "agent.name", "agent.options",
     "rollout.n", "rollout.dynamic_sampling", "rollout.max_sampled_batches", "train.batch_size", "critic.path",
+    *(f"lora.{name}" for name in Lora.model_fields),
 )  # fmt: skip
 
 
@@ -41,9 +42,11 @@ def _is_set(value: object) -> bool:
 
 
 _OF_CRITIC = tuple(f"critic.{name}" for name in Critic.model_fields if name not in ("mini_batch_size", "warmup_rounds"))
+_OF_LORA = tuple(f"lora.{name}" for name in Lora.model_fields if name != "rank")
 RULES = (  # the first rule that a key breaks is reported
     Rule(("model.symbols",), "model.made", _is_set, "set it instead of model.path"),
     _one_of("model.compute_dtype", "model.dtype", "float32", "float64"),
+    Rule(_OF_LORA, "lora.rank", _is_set, "set it to train an adapter"),
     Rule(("prompts.eval_source", "prompts.eval_options", "eval.prompts"), "eval.every", bool, "set it to 1 or more"),
     _one_of("rollout.retries", "rollout.on_failure", "retry"),
     Rule(("rollout.max_sampled_batches",), "rollout.dynamic_sampling", bool, "set it to true"),

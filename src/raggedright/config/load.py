@@ -102,6 +102,7 @@ def dump_config(config: Config) -> str:
     for key, _ in without_effect(config, explicit=False):
         section, name = key.split(".")
         values[section].pop(name, None)
+    values = {name: value for name, value in values.items() if value != {}}
     return "".join(c if c.isprintable() or c == "\n" else f"\\U{ord(c):08X}" for c in tomli_w.dumps(values))
 
 

@@ -19,6 +19,7 @@ from raggedright.config.sections import (
     Evaluation,
     Experts,
     Logging,
+    Lora,
     Model,
     Optimizer,
     Parallel,
@@ -42,6 +43,7 @@ class Config(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
     """Seed of the weights, the data order and sampling."""
     model: Model
+    lora: Lora = Lora()
     prompts: Prompts
     agent: Agent
     rollout: Rollout = Rollout()
@@ -189,6 +191,11 @@ class Config(BaseModel):
         if self.store.backend != "auto":
             return self.store.backend
         return "transfer_queue" if self.parallel.launcher == "ray" else "sqlite"
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the actor trains a LoRA adapter, and not its own weights."""
+        return self.lora.rank is not None
 
     @property
     def has_critic(self) -> bool:

@@ -10,6 +10,7 @@ from math import inf
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from raggedright.advantages import Estimator, KlEstimator, PolicyLoss
 from raggedright.plan.layout import Align, Collate, LossAgg, OverLong
@@ -53,6 +54,43 @@ class Model(Section):
     """Attention implementation of transformers."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+
+
+def _refuse_dropout(dropout: float) -> float:
+    if dropout:
+        raise ValueError(
+            f"is {dropout:g}, and dropout would give a row other log-probs in training than in the rollout, and others "
+            "in every micro-batch; set it to 0"
+        )
+    return dropout
+
+
+def _check_names(names: object) -> object:
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not isinstance(names, str) and not is_list:  # one fault, where a union would have one per type
+        raise PydanticCustomError("names", "it takes text or a list of text")
+    return names
+
+
+class Lora(Section):
+    """Low-rank adapters of PEFT (the extra `lora`), trained instead of the actor's weights if rank is set."""
+
+    rank: Count | None = None
+    """Rank of the adapters; if not set, all weights of the actor are trained."""
+    alpha: Positive = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: Annotated[float, AfterValidator(_refuse_dropout)] = 0.0
+    """Always 0: dropout would make the log-probs of a row depend on its micro-batch."""
+    target_modules: Annotated[str | list[str], BeforeValidator(_check_names)] = "all-linear"
+    """Adapted modules: all-linear (all but the output head), a list of names or their ends, or a regular expression."""
+    exclude_modules: list[str] | None = None
+    """Names of modules, or their ends, that are not adapted."""
+    target_parameters: list[str] | None = None
+    """Adapted parameters that are not in a linear layer, such as `mlp.experts.down_proj` of a mixture of experts."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
+    init_lora_weights: Literal["kaiming", "gaussian"] = "kaiming"
+    """Initial values of A, from the seed (kaiming is PEFT's default); B is 0, so the first policy is the base model."""
 
 
 class Prompts(Section):
@@ -191,7 +229,7 @@ class Algorithm(Section):
 
 
 class Reference(Section):
-    """A frozen copy of the initial weights that the policy stays close to."""
+    """The initial weights, which the policy stays close to: a frozen copy, or with LoRA the base without adapter."""
 
     kl: Literal["none", "loss", "reward"] = "none"
     """Where KL(policy || reference) is applied."""

@@ -124,7 +124,8 @@ class LocalModel:
         """Copy every parameter (and the buffers that are among the weights) by name; the problem in words, or "".
 
         Tensors are copied one at a time, so that a sharded model can gather one at a time. Tied parameters count as
-        one: any of their names will do. After a problem the model is a mixture of old and new weights.
+        one: any of their names will do. If some parameters require gradients, as a LoRA adapter does, the others may
+        be missing. After a problem the model is a mixture of old and new weights.
         """
         model = self.model
         targets = dict(model.named_parameters(remove_duplicate=False))
@@ -143,7 +144,8 @@ class LocalModel:
                     target.copy_(tensor)
                 else:
                     shapes.append(f"{name} is {tuple(tensor.shape)} and the model has {tuple(target.shape)}")
-        missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        missing = [name for name, p in trained or model.named_parameters() if id(p) not in loaded]
         problems = {"missing": missing, "unknown": unknown, "of another shape": shapes}
         return "; ".join(f"{len(names):,} {what}: {_first(names)}" for what, names in problems.items() if names)
 

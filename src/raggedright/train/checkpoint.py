@@ -6,9 +6,9 @@ can be loaded on a different number of ranks, sharded or not. `state.json` has t
 counts of the optimizers, the number of prompts drawn so far, the config, the SHA-256 of every other file and that of
 its own contents; a folder that does not match it, or that another run wrote, is refused before anything is loaded.
 
-Note: the rest are models and optimizers. Data order, sampling and the schedule are functions of the seed, the round
-and, with dynamic sampling, the number of prompts drawn; the rows of later rounds are in the store. Loading unpickles:
-resume only runs that you trust.
+Note: the rest are models and optimizers; with LoRA, of the actor only the adapter and its optimizer. Data order,
+sampling and the schedule are functions of the seed, the round and, with dynamic sampling, the number of prompts drawn;
+the rows of later rounds are in the store. Loading unpickles: resume only runs that you trust.
 """
 
 import hashlib
@@ -22,7 +22,12 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import OptimizerStateType, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    OptimizerStateType,
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -178,6 +183,7 @@ def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, in
             learner.optimizer,
             model_state_dict=model,
             optim_state_dict=cast(OptimizerStateType, optimizer),
+            options=_options(setup),
         )
         learner.num_steps = optimizer_steps[learner.name]
 
@@ -194,9 +200,14 @@ def _learners(setup: Setup) -> list[Learner]:
 def _states(setup: Setup) -> dict[str, Any]:
     states = {}
     for learner in _learners(setup):
-        model, optimizer = get_state_dict(learner.model, learner.optimizer)
+        model, optimizer = get_state_dict(learner.model, learner.optimizer, options=_options(setup))
         states |= {f"{learner.name} model": model, f"{learner.name} optimizer": optimizer}
     return states
+
+
+def _options(setup: Setup) -> StateDictOptions:
+    """Of an actor with an adapter, only the adapter is written and loaded."""
+    return StateDictOptions(ignore_frozen_params=setup.config.has_adapter, strict=not setup.config.has_adapter)
 
 
 @contextmanager

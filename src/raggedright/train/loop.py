@@ -5,7 +5,8 @@ when a checkpoint contains the round; however a run ends, its last event says ho
 """
 
 import shutil
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from raggedright.arrays import mean_of
@@ -24,6 +25,7 @@ from raggedright.train.checkpoint import (
     restore_run_id,
     save_checkpoint,
 )
+from raggedright.train.lora import merged_copy, save_adapter
 from raggedright.train.record import RunRecorder
 from raggedright.train.setup import Setup, set_up
 from raggedright.train.stop import StopRequest
@@ -31,7 +33,7 @@ from raggedright.train.train_round import Clock, sample_round, train_round
 from raggedright.train.vision_models import save_vision
 from raggedright.train.world import TrainError, World
 
-MODEL_FOLDER = "model"
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 
 
 def train(config: Config, world: World) -> str:
@@ -141,13 +143,26 @@ def save(setup: Setup, recorder: RunRecorder, round: int) -> None:
 
 
 def export(setup: Setup) -> None:
-    """Write the trained model in transformers' format, in place of an earlier one."""
-    if setup.world.is_first:
-        folder, new = setup.config.out / MODEL_FOLDER, setup.config.out / f"{MODEL_FOLDER}.new"
-        shutil.rmtree(new, ignore_errors=True)
-        setup.full_model.save_pretrained(new)  # pyright: ignore[reportCallIssue]
-        setup.tokenizer.save_pretrained(new)
+    """Write the trained model in transformers' format, replacing an earlier one; with LoRA, merged, and the adapter."""
+    if not setup.world.is_first:
+        return
+    model = setup.full_model
+    if setup.config.has_adapter:
+        with _replacing(setup.config.out / ADAPTER_FOLDER) as folder:
+            save_adapter(model, folder)
+        model = merged_copy(model)
+    with _replacing(setup.config.out / MODEL_FOLDER) as folder:
+        model.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+        setup.tokenizer.save_pretrained(folder)
         if setup.vision:
-            save_vision(setup.vision, setup.config.model.path, new)
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+            save_vision(setup.vision, setup.config.model.path, folder)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Yields the name of a new folder, which replaces the old one when it has been written."""
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    yield new
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)

@@ -5,6 +5,7 @@ ranks in which every token has one rank that knows it and zeros from the others:
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from raggedright.tensors.forward import forward_chosen, forward_values, temperat
 from raggedright.tensors.losses import off_policy_metrics
 from raggedright.tensors.row_schema import Fields, infer_schema
 from raggedright.tensors.tensor_batch import TensorBatch
+from raggedright.train.lora import adapter_off
 from raggedright.train.setup import Setup
 from raggedright.train.token_advantages import Flat
 from raggedright.train.update import add_metrics, mixed_precision, replaying, sum_metrics, temperature_fields
@@ -113,7 +115,8 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat
                     log_probs = forward_chosen(setup.actor.model, micro, temperature=temperature)
                 outputs = {"old_log_probs": log_probs, "response_mask": micro.weights.mean != 0}
                 if setup.reference is not None:
-                    outputs["ref_log_probs"] = forward_chosen(setup.reference, micro, temperature=temperature)
+                    with adapter_off(setup.reference) if config.has_adapter else nullcontext():
+                        outputs["ref_log_probs"] = forward_chosen(setup.reference, micro, temperature=temperature)
                 table.fill(position, micro, outputs)
                 weights = row_weights[torch.from_numpy(position)].to(world.device)
                 rollout_log_probs = micro.fields["rollout_log_probs"]

@@ -79,6 +79,11 @@ class RunRecorder:
         world, num_found = self.setup.world, self.sessions_found.get(first_round, 0)
         if text := resume_text(self.config, first_round, num_found):
             self.progress.say(text)
+        sizes = [(p.numel(), p.requires_grad) for p in self.setup.actor.model.parameters()]
+        num_parameters = sum(size for size, _ in sizes)
+        if self.config.has_adapter:
+            num_trained = sum(size for size, trains in sizes if trains)
+            self.progress.say(f"LoRA: {num_trained:,} of {num_parameters:,} parameters train")
         values = self.config.model_dump(mode="json")
         self.log.write(
             StartEvent(
@@ -86,7 +91,7 @@ class RunRecorder:
                 version=version("raggedright"),
                 config=values,
                 layout=self.config.layout(self.config.train.rounds),
-                num_parameters=sum(p.numel() for p in self.setup.actor.model.parameters()),
+                num_parameters=num_parameters,
                 resumed_from=self.rounds_done,
                 sessions_found=num_found,
                 world=World(dp=world.dp_size, device=world.device.type),

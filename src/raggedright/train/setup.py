@@ -43,6 +43,7 @@ from raggedright.tensors.routing import find_routers
 from raggedright.tensors.row_independence import check_packs
 from raggedright.tensors.tree import even_tokens_of
 from raggedright.train.load_models import load_actor, load_critic, load_tokenizer, stop_ids
+from raggedright.train.lora import add_adapter
 from raggedright.train.round_prompts import PromptSequence, load_prompts
 from raggedright.train.update import ActorExperts, Learner, actor_experts, mixed_precision
 from raggedright.train.vision_models import load_vision
@@ -76,7 +77,7 @@ class Setup:
     prompts: PromptSequence
     eval_tasks: Tasks
     actor: Learner
-    reference: nn.Module | None
+    reference: nn.Module | None  # with an adapter the actor's model, to be run with it off
     critic: Learner | None
     full_model: nn.Module  # the unsharded actor: itself, or the engine's copy
     experts: ActorExperts | None
@@ -100,7 +101,8 @@ class Setup:
 
     def publish_weights(self, version: int) -> None:
         """Give the engine the actor's weights."""
-        self.engine.update_weights(full_weights(self.actor.model), version=version)
+        weights = full_weights(self.actor.model, only_trained=self.config.has_adapter)
+        self.engine.update_weights(weights, version=version)
 
 
 def set_up(config: Config, world: World) -> Setup:
@@ -110,12 +112,16 @@ def set_up(config: Config, world: World) -> Setup:
     prompts, eval_tasks = load_prompts(config)
     actor = load_actor(config.model, tokenizer, seed=config.seed)
     vision = load_vision(config.model, tokenizer, actor)
+    if config.has_adapter:
+        add_adapter(actor, config.lora, seed=config.seed, base=config.model.path)
     reference = None
     if config.reference.kl != "none":
-        reference = _place(copy.deepcopy(actor).requires_grad_(False), config, world)
+        reference = actor if config.has_adapter else _place(_frozen_copy(actor), config, world)
     token_id = padding_token_id(tokenizer)
     sharded = config.parallel.shard == "fsdp2"
-    full_model = copy.deepcopy(actor).requires_grad_(False).to(world.device) if sharded else actor.to(world.device)
+    full_model = actor.to(world.device)
+    if sharded:  # the trainable weights of an adapted copy are those that an update loads
+        full_model = copy.deepcopy(actor) if config.has_adapter else _frozen_copy(actor)
     experts = actor_experts(actor, config.experts)
     engine = make_engine(
         config,
@@ -303,10 +309,20 @@ def run_id(folder: Path) -> str:
     return text
 
 
-def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by name, gathered if it is sharded; then every rank must iterate over all of them."""
+def full_weights(model: nn.Module, *, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by name, gathered if it is sharded; then every rank must iterate over all of them.
+
+    With `only_trained`, frozen weights are left out.
+    """
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if only_trained and not parameter.requires_grad}
     for name, weight in model.state_dict().items():
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if name not in frozen:
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _frozen_copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).requires_grad_(False)
 
 
 def _place(model: nn.Module, config: Config, world: World) -> nn.Module:

@@ -48,7 +48,7 @@ class Learner:
         self.name: Role = name
         self.model, self.settings, self.world = model, settings, world
         self.num_steps = 0
-        self._parameters = [*model.parameters()]
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self.kernel = {"foreach": self.is_sharded, "fused": not self.is_sharded}
         self.optimizer = torch.optim.AdamW(

@@ -97,7 +97,7 @@ def start(
     for rank in range(dp):
         env = os.environ | {
             "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo",
         }

@@ -28,6 +28,7 @@ Fields = Mapping[str, NDArray]
 NUMBER_TYPES = frozenset(np.dtype(code).type for code in "?efdbhilqBHILQ")  # of a trajectory's arrays
 TOKEN_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
 METADATA = "__metadata__"  # a name that safetensors uses itself
+RESERVED_NAMES = frozenset((*TOKEN_FIELDS, METADATA))
 LARGEST = 2**63 - 1
 MOST_TRAJECTORIES = 2**16  # of a session
 SESSION_COLUMNS = ("prompt", "session", "attempt", "score", "cause", "num_rows")
@@ -169,11 +170,12 @@ def check_session(session: Session) -> None:
 
 
 def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
-    for name in (*TOKEN_FIELDS, METADATA):
-        if name in trajectory.extra:
+    for name in trajectory.extra:
+        if name in RESERVED_NAMES:
             raise SessionError(f"{key}: an extra field has the reserved name {name}; give it another name")
     for name, value in trajectory.fields.items():
-        if not is_text(name) or "\n" in name or type(value) is not np.ndarray or value.dtype.type not in NUMBER_TYPES:
+        is_name = name in RESERVED_NAMES or (is_text(name) and "\n" not in name)
+        if not is_name or type(value) is not np.ndarray or value.dtype.type not in NUMBER_TYPES:
             kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
             raise SessionError(
                 f"{key}: field {name!r:.60} is {kind}; a field has a name of one line and is a "

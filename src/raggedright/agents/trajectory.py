@@ -271,8 +271,11 @@ class Trajectory:
         room = self._room
         if room < 1:
             raise self._too_long(f"has {len(self._ids):,} tokens and no room to generate")
+        limit = min(limit, room)
+        if limit == plain.max_tokens and not texts and temperature == plain.temperature:
+            return plain
         stop_texts = (*plain.stop_texts, *texts)
-        return replace(plain, max_tokens=min(limit, room), stop_texts=stop_texts, temperature=temperature)
+        return replace(plain, max_tokens=limit, stop_texts=stop_texts, temperature=temperature)
 
     def _template_of(
         self, prompt: Tokens, tools: Sequence[object], arguments: Mapping[str, object]

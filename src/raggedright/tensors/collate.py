@@ -250,20 +250,21 @@ def tensor_of(fields: Fields, name: str) -> Tensor:
 def _token_ids(rows: Rows, fields: Sequence[Fields]) -> Tensor:
     """The token ids of all rows, one after another: `input_ids`, or `prompts` and `responses`."""
     ids_by_row = []
-    for key, row in zip(rows.key, fields, strict=True):
+    for i, row in zip(range(len(rows)), fields, strict=True):
         positions, mask = row.get("position_ids"), row.get("attention_mask")
         if isinstance(positions, Tensor) and positions.dim() == 1 and (positions != torch.arange(len(positions))).any():
+            key = rows.key[i]
             raise RowsError(f"row {key}: position_ids do not count up from 0; leave them out, or give [3, tokens]")
         if isinstance(mask, Tensor) and not mask.all():
             raise RowsError(
-                f"row {key}: field attention_mask has {int((mask == 0).sum()):,} zeros of {mask.numel():,}; "
+                f"row {rows.key[i]}: field attention_mask has {int((mask == 0).sum()):,} zeros of {mask.numel():,}; "
                 "rows have no padding tokens: remove these tokens from all fields of the row"
             )
         ids = row.get("input_ids")
         if ids is None and "prompts" in row and "responses" in row:
             parts = {name: tensor_of(row, name) for name in ("prompts", "responses")}
             for name, part in parts.items():
-                _check_vector(key, name, part)
+                _check_vector(rows.key[i], name, part)
             ids = torch.cat([*parts.values()])
         ids_by_row.append(ids)
     return _joined(rows, "input_ids", ids_by_row, rows.tokens, "row").long()
@@ -276,7 +277,11 @@ def _per_response(rows: Rows, fields: Sequence[Fields], name: str) -> Tensor:
 
 def _joined(rows: Rows, name: str, values: Sequence[object], num_tokens: Ints, what: str) -> Tensor:
     """A field of all rows, one after another, after checking that it has one value for each of the tokens."""
-    for i, value in enumerate(values):
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    sizes = [tuple(tensor.shape) for tensor in tensors]
+    if tensors and sizes == [(tokens,) for tokens in num_tokens.tolist()]:
+        return torch.cat(tensors)
+    for i, value in enumerate(values):  # the general case: name the first row that is wrong
         key, size = rows.key[i], len(value) if isinstance(value, Tensor) else 0
         if isinstance(value, Tensor) and name in VECTORS:
             _check_vector(key, name, value)
@@ -285,7 +290,6 @@ def _joined(rows: Rows, name: str, values: Sequence[object], num_tokens: Ints, w
         if size != num_tokens[i]:
             remedy = "give it, or prompts and responses" if what == "row" else "every row of a micro-batch needs it"
             raise RowsError(f"row {key}: field {name} is missing; {remedy}")
-    tensors = [value for value in values if isinstance(value, Tensor)]
     return torch.cat(tensors) if tensors else torch.empty(0)
 
 

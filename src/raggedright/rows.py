@@ -46,7 +46,7 @@ class Rows:
     loss_tokens: Ints
     is_padding: Bools
 
-    order: Ints = field(init=False)  # place of each row among all rows sorted by name
+    order: Ints = field(init=False)  # rank of each row in the sort order of (prompt, session, trajectory)
     prompt_index: Ints = field(init=False)  # prompts numbered in the order of their names
     session_index: Ints = field(init=False)  # sessions numbered in the order of (prompt, session)
 

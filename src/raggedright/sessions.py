@@ -98,7 +98,7 @@ class Trajectory:
     finish_reason: str = "none"  # of its last generation
     generations: int = 0
     cut_generations: int = 0  # those that ended at a limit of length
-    weight_version: int = -1  # the oldest weights that one of its tokens was sampled with; -1 if none was sampled
+    weight_version: int = -1  # the lowest that its generations reported; -1 if there was none
     extra: Fields = field(default_factory=dict)
 
     @property

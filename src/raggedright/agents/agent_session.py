@@ -1,7 +1,7 @@
 """What an agent gets: its task and the session, in which it opens trajectories; and the limits of a session.
 
-Trajectories are numbered in the order in which they are opened, and their randomness is named by that number, so what a
-session records depends on its names and on the weights only.
+Trajectories are numbered in the order in which they are opened. Random numbers are derived from a hash of (seed, round,
+prompt, session, attempt, trajectory, position), so what a session records depends on these and on the weights only.
 
 Note: once its agent has returned, failed or run out of time, a session is closed: opening, generating, observing and
 reporting raise a SessionError, so that a task that still runs adds nothing to it.
@@ -116,7 +116,7 @@ class Session:
         return trajectory
 
     def report(self, **metrics: float) -> None:
-        """Add numbers of the session in addition to its reward, e.g. exact_match; the last of a name counts."""
+        """Add numbers to the session next to its reward, e.g. exact_match; a later value replaces an earlier one."""
         self.check_open()
         for name, value in metrics.items():
             if (number := finite(value)) is None or not is_text(name):

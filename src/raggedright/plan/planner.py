@@ -2,9 +2,9 @@
 
 A pure function of rows and layout: no I/O, no torch, no randomness except the seed, integer costs. Invariants, each a
 property test: every real row occurs exactly once per epoch and role; the config fixes the number of optimizer steps
-(align steps); every rank has the same number of micro-batches in a step; no micro-batch is above the budget; weights
-sum to what the mode declares; padding rows have weight zero and are as few as the alignment allows; no step consists
-of padding alone; the order of the rows does not matter.
+(align steps); every rank has the same number of micro-batches in a step; no micro-batch is above the budget; the token
+weights of a step sum to the value that loss_agg defines; padding rows have weight zero and are as few as the alignment
+allows; no step consists of padding alone; the order of the rows does not matter.
 
 There are three roles, each with its own steps: `actor`, `critic` (when it trains), and `forward`, one pass over all
 rows for log-probs and the reference model, on the actor's ranks. Values are computed in the critic's steps.

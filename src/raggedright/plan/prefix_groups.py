@@ -1,12 +1,11 @@
 """Rows with a shared prefix, kept in one micro-batch for `collate = "tree"`, which computes the prefix only once.
 
-A plan sees no tokens, so it guesses: rows of one prompt whose own prompts have equal lengths form a prefix group and
-share that prompt. Rows are put in a line, prompt after prompt and group after group. Micro-batches are runs of this
-line, so a cut divides at most one prompt, and they are level in what a tree computes: one may have more rows than
-another.
+A plan sees no tokens, so it assumes: rows of one prompt whose own prompts have equal lengths form a prefix group and
+share that prompt. Rows are sorted by prompt, then by prefix length, into a line. Micro-batches are runs of this line,
+so a cut divides at most one prompt, and they are level in what a tree computes: one may have more rows than another.
 
-Invariants: no bin exceeds its capacity, which counts whole rows (a wrong guess must not break a budget); there are no
-more bins than the packing allows, and each gets a row if there are enough; all arithmetic is in integers.
+Invariants: no bin exceeds its capacity, which counts whole rows (a wrong assumption must not break a budget); there are
+no more bins than the packing allows, and each gets a row if there are enough; all arithmetic is in integers.
 
 Note: a good packing leaves no room for runs. Then each bin takes the next rows of the line and fills up with smaller
 rows from a little further on, which divides more prompts, but takes few rows from each.

@@ -6,8 +6,8 @@ exceeds the uniform number. Invariants: a token with probability zero is never c
 without a finite maximum (NaN, +inf, or all -inf) are an error, never a token. A greedy row (temperature 0) ignores
 top-k and top-p, and its log-prob is that of the plain softmax.
 
-The randomness is named, not drawn: the uniform number is a hash of the trajectory's names and of the position, so the
-same names give the same numbers on every machine, in any order and in any batch.
+The uniform number is not drawn from a generator. It is a hash of the trajectory's noise key and the position, so it is
+the same on every machine, in any order and in any batch.
 """
 
 import hashlib

@@ -3,9 +3,10 @@
 What is appended together is one transaction, on disk (synchronous = FULL) when `append` returns. Everything is encoded
 before the file is locked, so that writers wait for each other as little as possible.
 
-Note: `drop` first moves a watermark, which hides the rounds immediately and permanently, and then deletes their
-sessions in small transactions, so that no writer waits long; if it is killed in between, the next `drop` completes it.
-The file does not shrink: later rounds use the free pages. `sqlite3 rows.db VACUUM` shrinks a file that is not open.
+Note: `drop` first records the last dropped round, which hides the rounds immediately and permanently, and then deletes
+their sessions in small transactions, so that no writer waits long; if it is killed in between, the next `drop`
+completes it. The file does not shrink: later rounds use the free pages. `sqlite3 rows.db VACUUM` shrinks a file that is
+not open.
 """
 
 from collections.abc import Collection, Sequence

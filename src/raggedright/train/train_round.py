@@ -85,7 +85,7 @@ def sample_round(
 def run_sessions(setup: Setup, round: int, tasks: Sequence[Task], on_done: OnDone | None = None) -> SessionTable:
     """Run this rank's share of the sessions on these tasks, except those that the store has; the table of all of them.
 
-    Shares follow the order of keys, so a rank runs sessions of the same prompts, which share their contexts.
+    Shares follow the order of keys, so a rank runs sessions of the same prompts, whose contexts share a prefix.
     """
     in_order = sorted(tasks, key=lambda task: task.uid)
     sessions = [(task, session) for task in in_order for session in range(setup.config.rollout.n)]

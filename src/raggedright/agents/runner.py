@@ -39,7 +39,7 @@ from raggedright.agents.guard import (
     no_agent,
     one_line,
 )
-from raggedright.agents.trajectory import finite
+from raggedright.agents.trajectory import as_finite_float
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.engine import Engine, EngineError, Generation, Request
@@ -454,7 +454,7 @@ def _torch_settings_restored() -> Iterator[None]:
 def _record(attempt: _Attempt, value: object) -> RecordedSession:
     """The session of an agent that returned: it needs a finite reward and one trajectory or more."""
     failed = partial(RecordedSession, key=attempt.key)
-    score = finite(value)
+    score = as_finite_float(value)
     if score is None:
         shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
         return failed(cause=one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))

@@ -34,8 +34,8 @@ from raggedright.rows import FIELDS, Rows
 Role = Literal["actor", "critic", "forward"]
 Roles = dict[Role, tuple[Step, ...]]
 
-# A forward pass of trees keeps more micro-batches than necessary if that saves this share of its time.
-WORTH_MORE_SLOTS = 16
+# A forward pass of trees keeps more micro-batches than necessary if that saves more than 1 / 16 of its time.
+MIN_TIME_SAVED_DIVISOR = 16
 # Up to this many padding rows cause no warning, even if there are fewer real rows.
 FEW_PADDING_ROWS = 100
 
@@ -280,7 +280,7 @@ def _forward_pass(steps: list[Step], rows: Rows, groups: PrefixGroups | None, la
     if groups is not None and best is repacked and joined.num_empty == 0:
         # Fuller micro-batches have less room to keep prefix groups together.
         times = [int(costs_of(step, lengths, layout, groups).max(axis=0).sum()) for step in (joined, repacked)]
-        best = joined if times[0] < times[1] - times[1] // WORTH_MORE_SLOTS else repacked
+        best = joined if times[0] < times[1] - times[1] // MIN_TIME_SAVED_DIVISOR else repacked
     return best
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raggedright.arrays import Ints, changes, offsets
+from raggedright.arrays import Ints, offsets, starts_run
 from raggedright.plan.level import LEVEL_ENOUGH, split_bins
 from raggedright.plan.packing import count_bins, first_fit_decreasing
 from raggedright.rows import Rows
@@ -56,7 +56,7 @@ def costs_in_trees(bins: Ints, costs: Ints, shared: Ints, number: Ints) -> Ints:
     """Cost of each row if only the first row of its group in a bin pays for what the group shares."""
     group_in_bin = bins * (int(number.max(initial=0)) + 1) + number
     order = np.argsort(group_in_bin, kind="stable")
-    first = order[changes(group_in_bin[order])]
+    first = order[starts_run(group_in_bin[order])]
     in_tree = costs - shared
     in_tree[first] = costs[first]
     return in_tree
@@ -68,7 +68,7 @@ def keep_together(sizes: Ints, costs: Ints, shared: Ints, number: Ints, *, num_b
     `shared` is the part of a row's cost that it has in common with the rows of its group `number`.
     """
     line = np.argsort(number, kind="stable")
-    size, shared_before = sizes[line], np.where(changes(number[line]), 0, shared[line])
+    size, shared_before = sizes[line], np.where(starts_run(number[line]), 0, shared[line])
     cost = costs[line] - shared_before
     in_line = _cut_line(size, cost, shared_before, num_bins, capacity)
     if in_line is None:

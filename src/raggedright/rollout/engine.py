@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Media = Mapping[str, Tensor]
 """The processor's output for the images of a context: pixel_values and image_grid_thw of all of them."""
 
-LEAST_TEMPERATURE = 1e-4
+MIN_TEMPERATURE = 1e-4
 """For tokens that are trained: logits divided by much less exceed the range of float32."""
 
 

@@ -315,12 +315,8 @@ def test_no_sessions_are_no_work():
 def test_wrong_uses_are_told():
     with pytest.raises(RaggedRightError, match="session a/0 is listed twice"):
         run(reply, sessions("aa"))
-    with pytest.raises(ConfigError, match=r"rollout\.timeout is 0; it is a positive number"):
-        settings(timeout=0)
-    with pytest.raises(ConfigError, match=r"rollout\.concurrency is 0"):
-        settings(concurrency=0)
-    with pytest.raises(ConfigError, match=r"rollout\.attempts is 0; it is an integer from 1"):
-        settings(attempts=0)
+    with pytest.raises(ConfigError, match=r"rollout\.max_row_tokens is 1"):
+        settings(max_row_tokens=1)
 
     async def inside():
         run(reply, sessions())

@@ -53,13 +53,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --warnings
 
-bench-plan: .venv/installed .venv-verl/installed ## the planner's time and quality beside verl's, about two minutes (ARGS=--quick)
+bench-plan: .venv/installed .venv-verl/installed ## the planner's time and quality compared with verl's, about two minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_plan.py $(ARGS)
 
-bench-tensors: .venv/installed ## padding rows and schema checks beside the least they could take
+bench-tensors: .venv/installed ## padding rows and schema checks compared with the least they could take
 	$(BIN)/python benchmarks/bench_tensors.py
 
-bench-store: .venv/installed ## each store beside bare TransferQueue, with files of 2 GB, about 15 minutes (ARGS=--quick)
+bench-store: .venv/installed ## each store compared with bare TransferQueue, with files of 2 GB, about 15 minutes (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_store.py $(ARGS)
 
 pages: .venv/installed ## the pages and pictures of docs/ that are made from the code
@@ -68,16 +68,16 @@ pages: .venv/installed ## the pages and pictures of docs/ that are made from the
 scale-page: .venv/installed ## what rounds of up to a million rows on 4,096 ranks cost, docs/scale.md
 	$(BIN)/python benchmarks/scale.py
 
-bench-rollout: .venv/installed ## the local rollout engine beside transformers' own generate
+bench-rollout: .venv/installed ## the local rollout engine compared with transformers' own generate
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_rollout.py
 
-bench-train: .venv/installed .venv-trl/installed ## a round's time by part, beside a bare loop and TRL, and how cost grows (ARGS=--quick)
+bench-train: .venv/installed .venv-trl/installed ## a round's time by part, compared with a bare loop and TRL, and how cost grows (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_train.py $(ARGS)
 
 bench-real: .venv-trl/installed runs/models/SmolLM2-135M-Instruct/config.json ## peak memory and trained tokens/s on SmolLM2, compared with TRL (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_real.py $(ARGS)
 
-bench-cluster: .venv/installed ## Ray and TransferQueue beside the local launcher, and rows through the store as they grow (ARGS=--quick)
+bench-cluster: .venv/installed ## Ray and TransferQueue compared with the local launcher, and rows through the store as they grow (ARGS=--quick)
 	$(BIN)/python benchmarks/bench_cluster.py $(ARGS)
 
 clean: ## remove the virtual environments and caches
@@ -89,7 +89,7 @@ clean: ## remove the virtual environments and caches
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,lora,tasks,ray,wandb,mlflow,dev]'
 	touch $@
 
-# Order only: a model that is there stays, whatever is installed anew.
+# Order only: a model that is there stays, whatever is installed again.
 runs/models/SmolLM2-135M-Instruct/config.json: | .venv/installed
 	$(BIN)/python examples/smollm2/convert.py
 

@@ -120,7 +120,9 @@ def compare_rounds(rounds: int, blocks: int, where: Path) -> None:
 
 def measure_store(sizes: tuple[int, ...]) -> None:
     bench_store.SESSIONS_PER_APPEND["transfer_queue"] = 360 // ROWS_PER_SESSION
-    table = Table("rows", "put rows/s", "MB/s", "get rows/s", "MB/s", "list s", title="TransferQueue, rows of ~57 KB")
+    table = Table(
+        "rows", "append rows/s", "MB/s", "read rows/s", "MB/s", "list s", title="TransferQueue, rows of ~57 KB"
+    )
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             figures = bench_store.measure("transfer_queue", size, Path(folder))

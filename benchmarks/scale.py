@@ -33,7 +33,7 @@ SIZES, DP_SIZES = (1_000, 16_000, 128_000, 1_000_000), (8, 64, 512, 4_096)
 GATHERED_ROWS, STORED_ROWS, GATHERING = 64_000, 2_000, 8  # ranks whose tables are gathered
 SESSIONS, MEAN_ROWS, NUM_STEPS, CAP = 8, 2, 4, 16_384
 PROMPT_TOKENS, MEAN_TOKENS = 300, 2_000
-MOST_SECONDS = 4  # of a plan of a million rows
+MAX_SECONDS = 4  # of a plan of a million rows
 LINK = 10e9  # bytes per second between ranks, assumed
 
 
@@ -210,8 +210,8 @@ def page(
         table=f"{table:.0f}",
         growth="\n".join(_growth(plan, gather, row_bytes, response, table) for plan in largest),
         plan_grid=_grid(plans, lambda plan: f"{plan.plan:.2g}"),
-        limit=MOST_SECONDS,
-        million="\n".join(f"| {name} | {s:.1f} | {s / MOST_SECONDS:.0%} |" for name, s in million.items()),
+        limit=MAX_SECONDS,
+        million="\n".join(f"| {name} | {s:.1f} | {s / MAX_SECONDS:.0%} |" for name, s in million.items()),
         padding_grid=_grid(plans, lambda plan: f"{plan.padding:,} / {plan.padding_lcm:,}"),
         dps=" | ".join(f"dp {dp:,}" for dp in DP_SIZES),
         rule=" | ".join("---" for _ in DP_SIZES),

@@ -1,8 +1,8 @@
-"""Who imports whom, by station of CONTRIBUTING's table, from the code itself; and its picture.
+"""Who imports whom, by part of CONTRIBUTING's table, from the code itself; and its picture.
 
-A station is a line of the table: its files, or the whole folder where no other line names one of it. Imports point to
+A part is a line of the table: its files, or the whole folder where no other line names one of it. Imports point to
 the same line or to one above it (`backward` lists those that do not). The modules that only re-export names for
-users belong to no station: nothing inside imports them.
+users belong to no part: nothing inside imports them.
 """
 
 import ast
@@ -53,40 +53,40 @@ def _imported(node: ast.AST, known: set[str], for_types: bool) -> Iterator[str]:
             yield from _imported(child, known, for_types)
 
 
-def stations() -> dict[str, set[str]]:
-    """The modules of each station, in the order of CONTRIBUTING's table."""
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| station |")[2].partition("\n\n")[0]
+def parts() -> dict[str, set[str]]:
+    """The modules of each part, in the order of CONTRIBUTING's table."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| part |")[2].partition("\n\n")[0]
     lines = [line.split("|")[1:3] for line in table.splitlines() if "`" in line]
     named: dict[str, list[str]] = {}
-    for station, files in lines:
+    for part, files in lines:
         folder, paths = "", []
         for path in re.findall(r"`([^`]+)`", files):
             folder = f"{path.rpartition('/')[0]}/" if "/" in path else folder
             paths.append(path if "/" in path else folder + path)
-        named[station.strip()] = paths
+        named[part.strip()] = paths
     folders = [{path.partition("/")[0] for path in paths if "/" in path} for paths in named.values()]
     shared = {folder for folder in set().union(*folders) if sum(folder in each for each in folders) > 1}
     found: dict[str, set[str]] = {}
-    for station, paths in named.items():
+    for part, paths in named.items():
         globs = [
             f"{path.partition('/')[0]}/**/*.py" if "/" in path and path.partition("/")[0] not in shared else path
             for path in paths
         ]
-        found[station] = {_dotted(file) for glob in globs for file in PACKAGE.glob(glob)}
+        found[part] = {_dotted(file) for glob in globs for file in PACKAGE.glob(glob)}
     for folder in shared:  # its own docstring decides nothing
         found[next(iter(found))].add(f"raggedright.{folder}")
-    return {station: members & modules().keys() for station, members in found.items()}
+    return {part: members & modules().keys() for part, members in found.items()}
 
 
 def backward(graph: Mapping[str, set[str]], order: Mapping[str, set[str]]) -> list[tuple[str, str]]:
-    """Imports that point to a later station, or to a name that is kept for users."""
+    """Imports that point to a later part, or to a name that is kept for users."""
     place = {name: i for i, members in enumerate(order.values()) for name in members}
     return [(a, b) for a, found in graph.items() for b in sorted(found) if place.get(b, len(order)) > place[a]]
 
 
 def draw() -> str:
-    """Stations in their order, and an arrow to each that is imported, but for what other arrows imply."""
-    order, graph = stations(), imports()
+    """Parts in their order, and an arrow to each that is imported, but for what other arrows imply."""
+    order, graph = parts(), imports()
     names = [*order]
     place = {name: i for i, members in enumerate(order.values()) for name in members}
     uses: list[set[int]] = [set() for _ in names]
@@ -96,19 +96,19 @@ def draw() -> str:
     for direct in uses:
         reach.append(direct.union(*(reach[i] for i in direct)))
     height = LINE * len(names) + 60
-    parts = [
+    svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" role="img">',
-        "<title>Which station of the code imports which</title>",
+        "<title>Which part of the code imports which</title>",
         f'<style>\n{STYLE}</style>\n<rect class="page" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}"/>',
         f'<text class="m" x="{LEFT}" y="24">arrows point to what is imported, but for what others imply</text>',
     ]
     for i, (name, direct) in enumerate(zip(names, uses, strict=True)):
         y, x = 40 + LINE * i, LEFT + BOX
-        parts.append(f'<rect class="box" x="{LEFT}" y="{y}" width="{BOX}" height="{HEIGHT}" rx="3"/>')
-        parts.append(f'<text x="{LEFT + 8}" y="{y + 14}">{name}</text>')
+        svg.append(f'<rect class="box" x="{LEFT}" y="{y}" width="{BOX}" height="{HEIGHT}" rx="3"/>')
+        svg.append(f'<text x="{LEFT + 8}" y="{y + 14}">{name}</text>')
         for j in sorted(direct - set().union(*(reach[k] for k in direct))):
             start, end = y + 6, 40 + LINE * j + HEIGHT - 6
             far = x + 12 + 15 * (i - j)
-            parts.append(f'<path d="M{x} {start}C{far} {start} {far} {end} {x + 6} {end}"/>')
-            parts.append(f'<path class="head" d="M{x} {end}l8 -4v8z"/>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+            svg.append(f'<path d="M{x} {start}C{far} {start} {far} {end} {x + 6} {end}"/>')
+            svg.append(f'<path class="head" d="M{x} {end}l8 -4v8z"/>')
+    return "\n".join([*svg, "</svg>"]) + "\n"

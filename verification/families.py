@@ -33,7 +33,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HOWS: tuple[Collate, ...] = ("packed", "tree", "padded")
 TOLERANCE = 1e-10
 LENGTHS = (9, 23, 37, 2)
-_MOST_PARAMETERS = 4_000_000
+_MAX_PARAMETERS = 4_000_000
 
 # Families have different names for the same sizes; a config gets those that it has a field for.
 SMALL = {
@@ -107,7 +107,7 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     config = small_config(name, **changes)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-    if size > _MOST_PARAMETERS:
+    if size > _MAX_PARAMETERS:
         raise ValueError(f"the small config has {size:,} parameters: it has sizes with other names")
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()

@@ -35,7 +35,7 @@ from raggedright.store.sqlite import SqliteStore
 ROUNDS = 4
 TRAIN_SECONDS, READ_SECONDS = 300.0, 60.0  # longer is a hang
 TOLERANCE = 1e-9  # of weights in float64, between numbers of ranks
-MOST_MEMORY = 2 << 30  # that a command may take beyond what it starts with
+MAX_MEMORY = 2 << 30  # that a command may take beyond what it starts with
 FS_IOC_SHUTDOWN, NO_FLUSH = 0x8004587D, 2
 CONFIG: dict[str, object] = {
     "seed": 3,
@@ -179,7 +179,7 @@ def _command(argv: tuple[str, ...], log: str, environment: dict[str, str]) -> No
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", errors="replace") for number in (1, 2))
     if argv[0] != "train":
-        memory = psutil.Process().memory_info().vms + MOST_MEMORY
+        memory = psutil.Process().memory_info().vms + MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     code = main(argv)
     sys.stdout.flush()

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raggedright.arrays import ROUNDING, Floats, Ints, Strings, exponents_by
+from raggedright.arrays import ROUNDING, Floats, Ints, Strings, exponents_by, number_names
 from raggedright.errors import ConfigError, RowsError
 from raggedright.rows import Rows
 
@@ -72,8 +72,7 @@ def session_advantages(scores: Scores, estimator: Estimator, *, std: bool = True
 
     With grpo, rloo and reinforce++-baseline a group of one session, or of equal scores, gets exactly zero.
     """
-    names = {name: i for i, name in enumerate(sorted(set(scores.prompt.tolist())))}
-    prompt = np.array([names[name] for name in scores.prompt.tolist()], dtype=np.int64)
+    prompt = number_names(scores.prompt)
     by_name = np.lexsort((scores.session, prompt))
     group = np.zeros_like(by_name) if estimator == "reinforce++" else prompt[by_name]
     exponent = exponents_by(group, scores.score[by_name])

@@ -1,4 +1,4 @@
-"""Array types, and functions that numpy does not have: exact sums by group, means that do not overflow, and runs."""
+"""Array types, and functions that numpy does not have: sums by group, means that do not overflow, runs, a hash."""
 
 from math import copysign, frexp, ldexp
 from sys import float_info
@@ -11,6 +11,8 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Strings = NDArray[np.object_]
 
+MIX64_STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64 adds it to its state for each number
+
 ROUNDING = 2.0**-48
 """Scores that differ by at most this share of the largest score differ only by rounding."""
 
@@ -20,6 +22,13 @@ def sum_by(group: Ints, values: Ints, num_groups: int) -> Ints:
     sums = np.zeros(num_groups, dtype=np.int64)
     np.add.at(sums, group, values)
     return sums
+
+
+def number_names(names: Strings) -> Ints:
+    """Number of each name, if all different names are counted in their sorted order."""
+    listed = names.tolist()
+    number = {name: i for i, name in enumerate(sorted({*listed}))}
+    return np.fromiter(map(number.__getitem__, listed), dtype=np.int64, count=len(listed))
 
 
 def max_by(group: Ints, values: Ints, num_groups: int) -> Ints:
@@ -70,7 +79,7 @@ def offsets(sizes: Ints) -> Ints:
     return bounds
 
 
-def changes(values: Ints) -> Bools:
+def starts_run(values: Ints) -> Bools:
     """True where a value differs from the one before it, and at the first value."""
     differs = np.ones(len(values), dtype=bool)
     np.not_equal(values[1:], values[:-1], out=differs[1:])
@@ -80,3 +89,10 @@ def changes(values: Ints) -> Bools:
 def within(sizes: Ints) -> Ints:
     """Position of each item within its run, for consecutive runs of these sizes."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The last part of splitmix64: neighbouring numbers give unrelated ones."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -24,13 +24,13 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raggedright.arrays import Bools, Ints, Strings, changes
+from raggedright.arrays import Bools, Ints, Strings, number_names, starts_run
 from raggedright.errors import RowsError
 
 PADDING_GROUP = "<padding>"
 """Prompts of padding rows start with this; if a field has numbers for prompts, those of padding rows are negative."""
 
-LARGEST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 CHUNK_ROWS = 500  # rows of a file that are checked together; more would not fit the processor's cache
 
 
@@ -46,17 +46,15 @@ class Rows:
     loss_tokens: Ints
     is_padding: Bools
 
-    order: Ints = field(init=False)  # place of each row among all rows sorted by name
+    order: Ints = field(init=False)  # rank of each row in the sort order of (prompt, session, trajectory)
     prompt_index: Ints = field(init=False)  # prompts numbered in the order of their names
     session_index: Ints = field(init=False)  # sessions numbered in the order of (prompt, session)
 
     def __post_init__(self) -> None:
-        prompts = self.prompt.tolist()
-        number = {name: i for i, name in enumerate(sorted({*prompts}))}
-        prompt_index = np.fromiter(map(number.__getitem__, prompts), dtype=np.int64, count=len(prompts))
+        prompt_index = number_names(self.prompt)
         by_name = np.lexsort((self.trajectory, self.session, prompt_index))
-        new_session = changes(prompt_index[by_name]) | changes(self.session[by_name])
-        twice = ~(new_session | changes(self.trajectory[by_name]))
+        new_session = starts_run(prompt_index[by_name]) | starts_run(self.session[by_name])
+        twice = ~(new_session | starts_run(self.trajectory[by_name]))
         if twice.any():
             i = int(by_name[np.flatnonzero(twice)[0]])
             raise RowsError(f"row {self.key[i]} is given twice; number the trajectories of a session differently")
@@ -230,13 +228,13 @@ def _check_counts(name: str, values: ArrayLike, num_rows: int, place: Callable[[
     if array.dtype == object:
         for i, value in enumerate(array.tolist()):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise RowsError(f"{place(i)}: {name} is {value!r:.40}; it must be an integer from 0 to {LARGEST:,}")
+                raise RowsError(f"{place(i)}: {name} is {value!r:.40}; it must be an integer from 0 to {MAX_COUNT:,}")
     elif array.dtype.kind not in "iu" and num_rows:
         raise RowsError(f"{name} has type {array.dtype}; it must have integers")
-    bad = np.flatnonzero((array < 0) | (array > LARGEST))
+    bad = np.flatnonzero((array < 0) | (array > MAX_COUNT))
     if len(bad):
         value = f"{array[bad[0]]:,}"
-        raise RowsError(f"{place(bad[0])}: {name} is {value:.40}; it must be an integer from 0 to {LARGEST:,}")
+        raise RowsError(f"{place(bad[0])}: {name} is {value:.40}; it must be an integer from 0 to {MAX_COUNT:,}")
     return array.astype(np.int64)
 
 

@@ -19,18 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raggedright.advantages import Scores
-from raggedright.arrays import Bools, Floats, Ints, Strings, mean_of, offsets, within
+from raggedright.arrays import Bools, Floats, Ints, Strings, mean_of, number_names, offsets, within
 from raggedright.errors import RaggedRightError
 from raggedright.rows import TOKEN_COUNTS, Rows
 
-State = Literal["finished", "failed"]
+SessionState = Literal["finished", "failed"]
 Fields = Mapping[str, NDArray]
 NUMBER_TYPES = frozenset(np.dtype(code).type for code in "?efdbhilqBHILQ")  # of a trajectory's arrays
 TOKEN_FIELDS = ("input_ids", "response_mask", "rollout_log_probs")
 METADATA = "__metadata__"  # a name that safetensors uses itself
 RESERVED_NAMES = frozenset((*TOKEN_FIELDS, METADATA))
-LARGEST = 2**63 - 1
-MOST_TRAJECTORIES = 2**16  # of a session
+MAX_INTEGER = 2**63 - 1
+MAX_TRAJECTORIES = 2**16  # of a session
 SESSION_COLUMNS = ("prompt", "session", "attempt", "score", "cause", "num_rows")
 ROW_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(TOKEN_COUNTS, np.int64),
@@ -43,8 +43,6 @@ ROW_COLUMNS: Mapping[str, type] = {
     "extra_names": object,  # one per line
 }
 """What a table lists of each row: attributes of `Trajectory`, and the type of their column."""
-SessionLine = tuple[str, int, int, float | None, str, Mapping[str, float]]
-RowLine = Sequence[object]  # one value for each of ROW_COLUMNS
 
 
 class SessionError(RaggedRightError):
@@ -81,6 +79,16 @@ class RowKey(NamedTuple):
         return SessionKey(*self[:4])
 
 
+class SessionEntry(NamedTuple):
+    """What a table has of one session."""
+
+    key: SessionKey
+    score: float | None
+    cause: str
+    metrics: Mapping[str, float]
+    rows: Sequence[Sequence[object]]  # of each row one value for each of ROW_COLUMNS
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Trajectory:
     """One token sequence: a prompt, then response tokens that were generated or observed.
@@ -99,7 +107,7 @@ class Trajectory:
     finish_reason: str = "none"  # of its last generation
     generations: int = 0
     cut_generations: int = 0  # those that ended at a limit of length
-    weight_version: int = -1  # the oldest weights that one of its tokens was sampled with; -1 if none was sampled
+    weight_version: int = -1  # the lowest that its generations reported; -1 if there was none
     extra: Fields = field(default_factory=dict)
 
     @property
@@ -139,17 +147,25 @@ class Session:
     trajectories: Sequence[Trajectory] = ()
 
     @property
-    def state(self) -> State:
+    def state(self) -> SessionState:
         """A session that has a cause has failed."""
         return "failed" if self.cause else "finished"
+
+    @property
+    def entry(self) -> SessionEntry:
+        """What a table has of it."""
+        rows = [[getattr(trajectory, name) for name in ROW_COLUMNS] for trajectory in self.trajectories]
+        return SessionEntry(self.key, self.score, self.cause, {**self.metrics}, rows)
 
 
 def check_session(session: Session) -> None:
     """Refuse a session that cannot be recorded: a SessionError names the session, or the row and its field."""
     key, score = session.key, session.score
     for name in ("round", "session", "attempt"):
-        if type(value := getattr(key, name)) is not int or not 0 <= value <= LARGEST:
-            raise SessionError(f"{key!r:.200}: {name} is {value!r:.40}; it must be an integer from 0 to {LARGEST:,}")
+        if type(value := getattr(key, name)) is not int or not 0 <= value <= MAX_INTEGER:
+            raise SessionError(
+                f"{key!r:.200}: {name} is {value!r:.40}; it must be an integer from 0 to {MAX_INTEGER:,}"
+            )
     if not is_text(key.prompt):
         raise SessionError(f"{key!r:.200}: prompt is {key.prompt!r:.60}; it must be text that UTF-8 can encode")
     if not is_text(session.cause):
@@ -163,7 +179,7 @@ def check_session(session: Session) -> None:
     for name, value in session.metrics.items():
         if not is_text(name) or not is_finite(value):
             raise SessionError(f"{key}: metric {name!r:.60} is {value!r:.60}; it must be a finite number")
-    if len(session.trajectories) > MOST_TRAJECTORIES:
+    if len(session.trajectories) > MAX_TRAJECTORIES:
         raise SessionError(f"{key}: {len(session.trajectories):,} trajectories; a session has at most 65,536")
     for i, trajectory in enumerate(session.trajectories):
         _check_trajectory(RowKey(*key, i), trajectory)
@@ -198,8 +214,8 @@ def _check_trajectory(key: RowKey, trajectory: Trajectory) -> None:
             f"{key}: rollout_log_probs is {log_probs[at]} at response token {at:,}; log-probs are finite numbers"
         )
     for name, least in (("generations", 0), ("cut_generations", 0), ("weight_version", -1)):
-        if type(value := getattr(trajectory, name)) is not int or not least <= value <= LARGEST:
-            raise SessionError(f"{key}: {name} is {value!r:.40}; it must be an integer from {least} to {LARGEST:,}")
+        if type(value := getattr(trajectory, name)) is not int or not least <= value <= MAX_INTEGER:
+            raise SessionError(f"{key}: {name} is {value!r:.40}; it must be an integer from {least} to {MAX_INTEGER:,}")
     for name in ("role", "finish_reason"):
         if not is_text(value := getattr(trajectory, name)):
             raise SessionError(f"{key}: {name} is {value!r:.60}; it must be text")
@@ -237,9 +253,29 @@ class SessionTable:
     @classmethod
     def of(cls, round: int, sessions: Iterable[Session]) -> "SessionTable":
         """The table of some sessions of a round, the last attempt of each."""
-        ordered = sorted(sessions, key=lambda session: session.key)
-        lines = [(*s.key[1:], s.score, s.cause, s.metrics) for s in ordered]
-        return make_table(round, lines, [row_lines(s) for s in ordered])
+        return cls.of_entries(round, [s.entry for s in sorted(sessions, key=lambda session: session.key)])
+
+    @classmethod
+    def of_entries(cls, round: int, entries: "Sequence[SessionEntry]") -> "SessionTable":
+        """The table of entries in the order of their keys."""
+        keys, score, cause, metrics, rows = [*zip(*entries, strict=True)] or [()] * 5
+        _, prompt, session, attempt = [*zip(*keys, strict=True)] or [()] * 4
+        columns = [*zip(*chain.from_iterable(rows), strict=True)] or [()] * len(ROW_COLUMNS)
+        names = {name for reported in metrics for name in reported}
+        return cls(
+            round=round,
+            prompt=np.array(prompt, dtype=object),
+            session=np.array(session, dtype=np.int64),
+            attempt=np.array(attempt, dtype=np.int64),
+            score=np.array(score, dtype=np.float64),  # None becomes NaN
+            cause=np.array(cause, dtype=object),
+            num_rows=np.array([len(each) for each in rows], dtype=np.int64),
+            metrics={name: np.array([m.get(name) for m in metrics], dtype=np.float64) for name in sorted(names)},
+            row_columns={
+                name: np.array(column, dtype=dtype)
+                for (name, dtype), column in zip(ROW_COLUMNS.items(), columns, strict=True)
+            },
+        )
 
     @classmethod
     def join(cls, tables: "Sequence[SessionTable]") -> "SessionTable":
@@ -253,8 +289,7 @@ class SessionTable:
             metrics={name: np.concatenate([t._metric(name) for t in tables]) for name in sorted(names)},
             row_columns={name: np.concatenate([t.row_columns[name] for t in tables]) for name in ROW_COLUMNS},
         )
-        number = {name: i for i, name in enumerate(sorted({*joined.prompt.tolist()}))}
-        order = np.lexsort((joined.session, np.array([number[name] for name in joined.prompt.tolist()])))
+        order = np.lexsort((joined.session, number_names(joined.prompt)))
         return joined if (order == np.arange(len(order))).all() else joined.take(order)
 
     def take(self, at: Ints) -> "SessionTable":
@@ -328,29 +363,3 @@ class SessionTable:
 
     def _metric(self, name: str) -> Floats:
         return self.metrics.get(name, np.full(len(self), np.nan))
-
-
-def row_lines(session: Session) -> list[RowLine]:
-    """What a table says of each of a session's trajectories, in the order of ROW_COLUMNS."""
-    return [[getattr(trajectory, name) for name in ROW_COLUMNS] for trajectory in session.trajectories]
-
-
-def make_table(round: int, lines: Sequence[SessionLine], rows: Sequence[Sequence[RowLine]]) -> SessionTable:
-    """A table from lines in the order of their keys, each with prompt, session, attempt, score, cause and metrics."""
-    prompt, session, attempt, score, cause, metrics = [*zip(*lines, strict=True)] or [()] * 6
-    columns = [*zip(*chain.from_iterable(rows), strict=True)] or [()] * len(ROW_COLUMNS)
-    names = {name for reported in metrics for name in reported}
-    return SessionTable(
-        round=round,
-        prompt=np.array(prompt, dtype=object),
-        session=np.array(session, dtype=np.int64),
-        attempt=np.array(attempt, dtype=np.int64),
-        score=np.array(score, dtype=np.float64),  # None becomes NaN
-        cause=np.array(cause, dtype=object),
-        num_rows=np.array([len(each) for each in rows], dtype=np.int64),
-        metrics={name: np.array([m.get(name) for m in metrics], dtype=np.float64) for name in sorted(names)},
-        row_columns={
-            name: np.array(column, dtype=dtype)
-            for (name, dtype), column in zip(ROW_COLUMNS.items(), columns, strict=True)
-        },
-    )

@@ -7,9 +7,12 @@ import pytest
 
 from parallel.whole_runs import distance, weights_of, write_run
 from raggedright.config import load_config
-from raggedright.errors import ConfigError
+from raggedright.errors import ConfigError, RaggedRightError
 from raggedright.report.events import read_events
 from raggedright.rollout.engine import EngineContext
+from raggedright.rollout.local_engine import LocalEngine
+from raggedright.store.memory import MemoryStore
+from raggedright.store.session_store import StoreError
 from raggedright.train.launch import launch
 from raggedright.train.setup import StoreContext
 
@@ -112,3 +115,46 @@ def test_what_does_not_exist_or_does_not_fit_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         train(tmp_path / "run", {section: values})
+
+
+class LoggedEngine(LocalEngine):
+    """Writes to a file that it was opened and closed; the run may be in another process."""
+
+    def __init__(self, context: EngineContext, file: str) -> None:
+        super().__init__(context)
+        self._file = Path(file)
+        self._file.write_text("opened")
+
+    def close(self) -> None:
+        super().close()
+        self._file.write_text("closed")
+
+
+class UnreadableStore(MemoryStore):
+    """Fails when a run looks for the sessions of earlier rounds."""
+
+    def __init__(self, context: StoreContext, file: str) -> None:
+        super().__init__()
+        self._file = Path(file)
+        self._file.write_text("opened")
+
+    def rounds(self) -> dict[int, int]:
+        raise StoreError("rounds cannot be read")
+
+    def close(self) -> None:
+        super().close()
+        self._file.write_text("closed")
+
+
+def test_a_run_that_fails_before_its_first_round_closes_engine_and_store(tmp_path: Path) -> None:
+    engine_file, store_file = tmp_path / "engine", tmp_path / "store"
+    engine = {"engine": f"{HERE}:LoggedEngine", "engine_options": {"file": str(engine_file)}}
+    store = {"backend": f"{HERE}:UnreadableStore", "options": {"file": str(store_file)}}
+    with pytest.raises(RaggedRightError, match="rounds cannot be read"):
+        train(tmp_path / "first", {"rollout": engine, "store": store})
+    assert (engine_file.read_text(), store_file.read_text()) == ("closed", "closed")
+    folder = write_run(tmp_path / "second", {"rollout": engine})
+    (folder / "events.jsonl").write_text("damaged\n{}\n")
+    with pytest.raises(RaggedRightError, match=r"events\.jsonl"):
+        launch(load_config(folder / "config.toml"))
+    assert engine_file.read_text() == "closed"

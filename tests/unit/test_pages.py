@@ -36,12 +36,12 @@ def test_agents_in_docs_and_examples_import_only_what_is_promised() -> None:
 
 
 def test_every_module_belongs_to_one_station_of_the_table() -> None:
-    placed = [name for members in imports.stations().values() for name in members]
-    assert sorted(placed) == sorted(imports.modules()), "CONTRIBUTING's table of stations names each module once"
+    placed = [name for members in imports.parts().values() for name in members]
+    assert sorted(placed) == sorted(imports.modules()), "CONTRIBUTING's table of parts names each module once"
 
 
 def test_imports_point_to_the_same_station_or_an_earlier_one() -> None:
-    wrong = imports.backward(imports.imports(), imports.stations())
+    wrong = imports.backward(imports.imports(), imports.parts())
     assert not wrong, "CONTRIBUTING promises that dependencies point one way"
 
 

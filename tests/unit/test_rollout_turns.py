@@ -15,7 +15,7 @@ from vision_cases import requests_of as image_requests_of
 
 from raggedright.agents.agent_session import Session, Task
 from raggedright.rollout.engine import Generation, Request, Sampling
-from raggedright.rollout.kv_cache import LEAST_KEPT_TOKENS, KeptRows, PastRow
+from raggedright.rollout.kv_cache import MIN_KEPT_TOKENS, KeptRows, PastRow
 from raggedright.rollout.local_engine import LocalEngine
 from raggedright.tensors.routing import find_routers
 from unit.agents.scripted import NoiseEngine, run, tasks_of
@@ -215,7 +215,7 @@ def test_what_is_kept_holds_no_more_memory_than_is_counted() -> None:
 
 
 def test_short_rows_are_not_kept_nor_any_without_bytes() -> None:
-    assert [KeptRows(1 << 20).wants(LEAST_KEPT_TOKENS - 1), KeptRows(1 << 20).wants(LEAST_KEPT_TOKENS)] == [False, True]
+    assert [KeptRows(1 << 20).wants(MIN_KEPT_TOKENS - 1), KeptRows(1 << 20).wants(MIN_KEPT_TOKENS)] == [False, True]
     assert not KeptRows(0).wants(10_000)
 
 

@@ -11,7 +11,7 @@ from raggedright.config.load import make_config
 from raggedright.errors import RowsError
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
 from raggedright.train.token_advantages import token_advantages, token_rewards
-from raggedright.train.train_round import check_any
+from raggedright.train.train_round import check_learnable
 from raggedright.train.world import TrainError
 
 MASKS = {0: [[1.0, 0.0, 1.0], [1.0]], 1: [[1.0, 1.0, 0.0]]}  # of session 0's two rows and of session 1's one
@@ -99,10 +99,10 @@ def test_gae_without_discount_returns_the_reward_at_every_loss_token():
 
 def test_a_round_without_a_generated_token_ends_the_run_with_what_may_be_missing():
     table = table_of({0: 1.0, 1: 0.0})
-    check_any(table)
+    check_learnable(table)
     silent = np.zeros_like(table.row_columns["loss_tokens"])
     with pytest.raises(TrainError, match=r"none of its \d+ rows has a token that was generated.*is an `await` missing"):
-        check_any(replace(table, row_columns={**table.row_columns, "loss_tokens": silent}))
+        check_learnable(replace(table, row_columns={**table.row_columns, "loss_tokens": silent}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

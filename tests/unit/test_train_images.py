@@ -32,7 +32,7 @@ def micro_of(family: str, how: Collate, *, rows: slice = slice(None)) -> MicroBa
     for number, (first, second) in enumerate(((1, 0), (0, 1), (1, 1), (0, 0))):
         parts, media = [], []
         for text in (f"{number}:{seen * first}=", "12r", f"g{seen * second}", "3="):
-            look = vision.look([image_of(rng)] * (seen in text))
+            look = vision.encoder_for([image_of(rng)] * (seen in text))
             parts.append(look(text) if seen in text else tokenizer.encode(text, add_special_tokens=False))
             media += [look.media] if look.media else []
         ids = [token for part in parts for token in part]
@@ -113,7 +113,7 @@ def test_a_saved_model_is_loaded_with_its_processor(tmp_path: Path):
     loaded = load_vision(section, tokenizer, model)
     assert loaded is not None
     assert type(loaded.processor).__name__ == "Qwen3VLProcessor"
-    looks = [each.look([image_of(np.random.default_rng(1))]) for each in (vision, loaded)]
+    looks = [each.encoder_for([image_of(np.random.default_rng(1))]) for each in (vision, loaded)]
     text = f"1{START}{vision.placeholder}{END}="
     assert looks[0](text) == looks[1](text)
     assert all(torch.equal(value, looks[1].media[name]) for name, value in looks[0].media.items())

@@ -70,7 +70,7 @@ def requests_of(vision: Vision, count: int, *, seed: int = 0) -> list[Request]:
     for number in range(count):
         images = [image_of(rng) for _ in range(number % 3)]
         parts = [START + vision.placeholder + END + "rgb"[: rng.integers(0, 4)] for _ in images]
-        look = vision.look(images)
+        look = vision.encoder_for(images)
         ids = look("0123456789"[: rng.integers(1, 8)] + "".join(parts)) if images else rng.integers(0, 16, 9).tolist()
         sampling = Sampling(max_tokens=int(rng.integers(2, 7)))
         requests.append(Request(ids=ids, sampling=sampling, noise=bytes([number, seed]), media=look.media or None))

@@ -1,7 +1,7 @@
 """What an agent gets: its task and the session, in which it opens trajectories; and the limits of a session.
 
-Trajectories are numbered in the order in which they are opened, and their randomness is named by that number, so what a
-session records depends on its names and on the weights only.
+Trajectories are numbered in the order in which they are opened. Random numbers are derived from a hash of (seed, round,
+prompt, session, attempt, trajectory, position), so what a session records depends on these and on the weights only.
 
 Note: once its agent has returned, failed or run out of time, a session is closed: opening, generating, observing and
 reporting raise a SessionError, so that a task that still runs adds nothing to it.
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from transformers import PreTrainedTokenizerBase
 
 from raggedright.agents.tokens import ChatTemplate, Tokens, encode, is_chat
-from raggedright.agents.trajectory import Generate, Trajectory, finite
+from raggedright.agents.trajectory import Generate, Trajectory, as_finite_float
 from raggedright.agents.vision import Picture, Vision, pictures_of
 from raggedright.errors import ConfigError
 from raggedright.rollout.engine import Sampling
@@ -48,12 +48,8 @@ class RolloutSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        minimums = {"max_row_tokens": 2, "max_trajectories": 1, "concurrency": 1, "attempts": 1}
-        for name, minimum in minimums.items():
-            if (value := getattr(self, name)) < minimum:
-                raise ConfigError(f"rollout.{name} is {value}; it is an integer from {minimum}")
-        if not 0 < self.timeout < float("inf"):
-            raise ConfigError(f"rollout.timeout is {self.timeout}; it is a positive number of seconds")
+        if self.max_row_tokens < 2:
+            raise ConfigError(f"rollout.max_row_tokens is {self.max_row_tokens}; a row has 2 tokens or more")
 
 
 class Session:
@@ -134,10 +130,10 @@ class Session:
         return len(encode(self.tokenizer, prompt, limit=self.max_row_tokens, template=template))
 
     def report(self, **metrics: float) -> None:
-        """Add numbers of the session in addition to its reward, e.g. exact_match; the last of a name counts."""
+        """Add numbers to the session next to its reward, e.g. exact_match; a later value replaces an earlier one."""
         self.check_open()
         for name, value in metrics.items():
-            if (number := finite(value)) is None or not is_text(name):
+            if (number := as_finite_float(value)) is None or not is_text(name):
                 raise SessionError(f"session {self.name}: report({name!r:.60}) has {value!r:.60}; give finite numbers")
             self._metrics[name] = number
 

@@ -68,10 +68,10 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         """Start the first task of an agent, whatever another agent has done to the task factory."""
         context = copy_context()
         context.run(_RUNNING.set, owner)
-        return self.own(AgentTask(agent, loop=self, context=context), owner)
+        return self.register(AgentTask(agent, loop=self, context=context), owner)
 
-    def own(self, task: "AgentTask", owner: "AgentRun") -> "AgentTask":
-        """Make a task one of an agent's."""
+    def register(self, task: "AgentTask", owner: "AgentRun") -> "AgentTask":
+        """Record that a task belongs to an agent."""
         task.owner = owner
         for tasks in (owner.tasks, self.agent_tasks):
             tasks.add(task)
@@ -155,7 +155,7 @@ def _new_task(loop: GuardedLoop, coro: Coroutine, **options: Context) -> AgentTa
     task = AgentTask(coro, loop=loop, **options)  # type: ignore[call-overload]
     context = options.get("context")
     owner = _RUNNING.get() if context is None else context.get(_RUNNING)
-    return task if owner is None else loop.own(task, owner)
+    return task if owner is None else loop.register(task, owner)
 
 
 class _DaemonThreads(ThreadPoolExecutor):

@@ -1,13 +1,13 @@
 """Runs the sessions of a round and records each in the store: finished with its trajectories, or failed with a cause.
 
-An agent can fail its own session only. What it raises, returns or leaves undone becomes the cause of that session's
-failure; the other sessions record the same bits as without it. Three errors are not an agent's and end the run: those
+An exception, an invalid return value or an unfinished task of an agent fails that session only, and is the cause that
+is recorded; all other sessions produce identical results. Three errors are not an agent's and end the run: those
 of the store, of the engine, and Ctrl-C. A failed session runs again under the next attempt number, up to
 `settings.attempts` times; what a failure means for its group is decided by the trainer.
 
-All sessions share one event loop in the calling thread. An agent's code runs in a context that names it, and so does
-every task that it starts (see `guard`); the code of the runner and of the engine runs in a context that names none. The
-end of a session cancels the tasks that its agent started, and no others.
+All sessions share one event loop in the calling thread. A context variable identifies the agent whose code is running,
+also in the tasks that it starts (see `guard`); it is None while code of the runner or of the engine runs. The end of a
+session cancels the tasks that its agent started, and no others.
 
 A time-out does not wait for the agent. The agent is cancelled and gets a short grace period; one that swallows the
 cancellation is left behind, its session closed, and never runs again after the round.
@@ -39,7 +39,7 @@ from raggedright.agents.guard import (
     no_agent,
     one_line,
 )
-from raggedright.agents.trajectory import finite
+from raggedright.agents.trajectory import as_finite_float
 from raggedright.agents.vision import Vision
 from raggedright.errors import RaggedRightError
 from raggedright.rollout.engine import Engine, EngineError, Generation, Request
@@ -57,6 +57,7 @@ OnDone = Callable[[int], None]
 """Is called with the number of sessions whose last attempt was just recorded."""
 
 _log = logging.getLogger(__name__)
+_Start = tuple[Task, SessionKey, int]  # a task, the key of its first attempt, and the number of its last one
 
 
 class Runner:
@@ -73,7 +74,7 @@ class Runner:
     ) -> None:
         self._agent, self._engine, self._tokenizer, self._settings = agent, engine, tokenizer, settings
         self._vision = vision
-        self._current: _RoundRun | None = None
+        self._current: _Rollout | None = None
 
     def run(
         self,
@@ -87,7 +88,8 @@ class Runner:
     ) -> SessionTable:
         """Run these (task, session number) pairs until each is finished or failed in the store; return their table.
 
-        With `resume`, those that the store has as finished, or as failed in their last attempt, are not run again.
+        With `resume`, those that the store has as finished, or as failed in their last attempt, are not run again, and
+        attempts that the store has count; without it, every session gets new attempts.
         `on_done` gets the number of sessions whose last attempt was just recorded. In the main thread an agent that
         blocks the loop is interrupted when its time is over; in other threads it is not (see `guard`).
         """
@@ -104,7 +106,7 @@ class Runner:
         for task, number in sessions:
             if (task.uid, number) in tasks:
                 raise RaggedRightError(
-                    f"round {round}: session {task.uid}/{number} is given twice; number them 0, 1, ..."
+                    f"round {round}: session {task.uid}/{number} is listed twice; number them 0, 1, ..."
                 )
             tasks[task.uid, number] = task
         table = store.sessions(round)
@@ -124,9 +126,10 @@ class Runner:
             context_tokens=self._engine.context_tokens,
             vision=self._vision,
         )
-        self._current = _RoundRun(self._agent, self._engine, settings, recorder, new_session)
+        self._current = _Rollout(self._agent, self._engine, settings, recorder, new_session)
+        started = [(tasks[k.prompt, k.session], k, settings.attempts - 1 + (0 if resume else k.attempt)) for k in keys]
         try:
-            self._current.run([(tasks[key.prompt, key.session], key) for key in keys])
+            self._current.run(started)
         finally:
             self._current = None
         return SessionTable.join([table.take(np.array(reused, dtype=np.int64)), *recorder.final])
@@ -181,9 +184,9 @@ class SessionRecorder:
 class _Attempt(AgentRun):
     """An agent under way, and what it runs on; its key is a copy, because an agent may do anything to its session."""
 
-    def __init__(self, loop: GuardedLoop, timeout: float, task: Task, key: SessionKey, last: int) -> None:
+    def __init__(self, loop: GuardedLoop, timeout: float, task: Task, key: SessionKey, last_attempt: int) -> None:
         super().__init__(loop, timeout)
-        self.task, self.key, self.last = task, key, last  # `last` is the number of the session's last attempt
+        self.task, self.key, self.last_attempt = task, key, last_attempt
         self.session: Session
         self.running: AgentTask
         self.timer: asyncio.TimerHandle
@@ -196,7 +199,7 @@ class _Attempt(AgentRun):
             self.cancel_tasks()
 
 
-class _RoundRun:
+class _Rollout:
     """One run of a round's sessions: its event loop, the agents under way, and how all of it ends.
 
     An attempt is one task, the agent's. Its end, or the end of its time, is recorded and starts what comes next, so
@@ -214,9 +217,9 @@ class _RoundRun:
         self._agent, self._engine, self._settings = agent, engine, settings
         self._recorder, self._new_session = recorder, new_session
         self._grace = min(MAX_GRACE_SECONDS, settings.timeout)
-        self._late = f"timed out after {settings.timeout:g} s"
+        self._timeout_cause = f"timed out after {settings.timeout:g} s"
         self._active: list[_Attempt] = []  # including those in their grace period
-        self._waiting: Iterator[tuple[Task, SessionKey]] = iter(())
+        self._waiting: Iterator[_Start] = iter(())
         self._num_open = 0  # sessions that are not final
         self._flush_timer: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
@@ -227,7 +230,7 @@ class _RoundRun:
         self._main: asyncio.Task[None] | None = None
         self._thread = get_ident()
 
-    def run(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
+    def run(self, sessions: Sequence[_Start]) -> None:
         """Run them all; afterwards none of their code runs."""
         with Watchdog(self._loop, self._settings.timeout).watching(), _torch_settings_restored():
             try:
@@ -265,7 +268,7 @@ class _RoundRun:
         with no_agent():
             self._main.cancel()
 
-    async def _run_all(self, sessions: Sequence[tuple[Task, SessionKey]]) -> None:
+    async def _run_all(self, sessions: Sequence[_Start]) -> None:
         self._waiting, self._num_open = iter(sessions), len(sessions)
         for _ in range(min(self._settings.concurrency, len(sessions))):
             self._start_next()
@@ -275,13 +278,12 @@ class _RoundRun:
 
     def _start_next(self) -> None:
         """Start a session that waits, if there is one."""
-        for task, key in self._waiting:
-            self._start(task, key, last=key.attempt + self._settings.attempts - 1)
-            return
+        if (waiting := next(self._waiting, None)) is not None:
+            self._start(*waiting)
 
-    def _start(self, task: Task, key: SessionKey, *, last: int) -> None:
+    def _start(self, task: Task, key: SessionKey, last_attempt: int) -> None:
         """Start the agent on a task; `_on_done` or `_check_time` notices its end."""
-        attempt = _Attempt(self._loop, self._settings.timeout, task, key, last)
+        attempt = _Attempt(self._loop, self._settings.timeout, task, key, last_attempt)
         attempt.session = self._new_session(task, key, generate=self._generate)
         attempt.running = self._loop.start(self._run_attempt(attempt), attempt)
         attempt.running.add_done_callback(partial(self._on_done, attempt))
@@ -296,7 +298,7 @@ class _RoundRun:
         """
         failed = partial(RecordedSession, key=attempt.key)
         try:
-            value = await self._call(attempt.session)
+            value = await self._await_agent(attempt.session)
         except (KeyboardInterrupt, GeneratorExit):  # Ctrl-C; or the task is freed
             raise
         except BaseException as error:
@@ -311,7 +313,7 @@ class _RoundRun:
             return failed(cause=cause_of(error, __file__))
         return failed(cause=attempt.blocked_cause) if attempt.blocked_for else recorded
 
-    async def _call(self, session: Session) -> object:
+    async def _await_agent(self, session: Session) -> object:
         # A copy, because the sessions of a prompt share a task, and an agent may change it.
         session.task = Task(uid=session.task.uid, data=deepcopy(session.task.data))
         awaitable = self._agent(session.task, session)
@@ -335,7 +337,7 @@ class _RoundRun:
         if (seconds := attempt.seconds_left) > 0:
             attempt.timer = self._loop.call_later(seconds, self._check_time, attempt)
         else:
-            attempt.end(self._late)
+            attempt.end(self._timeout_cause)
             attempt.timer = self._loop.call_later(self._grace, partial(self._finish, attempt, is_late=True))
 
     def _finish(self, attempt: _Attempt, *, is_late: bool) -> None:
@@ -348,19 +350,21 @@ class _RoundRun:
         try:
             running = attempt.running
             if is_late and not attempt.blocked_for:
-                result = RecordedSession(key=key, cause=f"{self._late}; make it faster, or raise rollout.timeout")
+                result = RecordedSession(
+                    key=key, cause=f"{self._timeout_cause}; make it faster, or raise rollout.timeout"
+                )
             elif running.done() and not running.cancelled() and running.exception() is None:
                 result = running.result()
             else:
-                cause = attempt.blocked_cause if attempt.blocked_for else "ended with an error that cannot be read"
+                cause = attempt.blocked_cause if attempt.blocked_for else "the agent's task ended without a result"
                 result = RecordedSession(key=key, cause=cause)
             attempt.session.release(self._engine.forget)
-            is_final = not result.cause or key.attempt == attempt.last
+            is_final = not result.cause or key.attempt == attempt.last_attempt
             self._recorder.add(result, is_last=is_final)
             if self._flush_timer is None:
                 self._flush_timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
             if not is_final:
-                self._start(attempt.task, key._replace(attempt=key.attempt + 1), last=attempt.last)
+                self._start(attempt.task, key._replace(attempt=key.attempt + 1), attempt.last_attempt)
                 return
             self._start_next()
             self._num_open -= 1
@@ -450,7 +454,7 @@ def _torch_settings_restored() -> Iterator[None]:
 def _record(attempt: _Attempt, value: object) -> RecordedSession:
     """The session of an agent that returned: it needs a finite reward and one trajectory or more."""
     failed = partial(RecordedSession, key=attempt.key)
-    score = finite(value)
+    score = as_finite_float(value)
     if score is None:
         shown = str(value) if value is None or type(value) is float else f"a {type(value).__name__}"
         return failed(cause=one_line(f"returned {shown}; end the agent with `return reward`, a finite number"))

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.agents.tokens import ChatTemplate, Message, Tokens, decode, encode, encode_turn, is_chat
-from raggedright.agents.vision import MEDIA, Look, Picture, pictures_of
-from raggedright.rollout.engine import LEAST_TEMPERATURE, FinishReason, Generation, Request, Sampling, join_media
+from raggedright.agents.vision import MEDIA, ImageTextEncoder, Picture, pictures_of
+from raggedright.rollout.engine import MIN_TEMPERATURE, FinishReason, Generation, Request, Sampling, join_media
 from raggedright.rollout.sampling import noise_key
 from raggedright.sessions import METADATA, TOKEN_FIELDS, SessionError, is_text
 from raggedright.sessions import Trajectory as RecordedTrajectory
@@ -36,7 +36,7 @@ Generate = Callable[[Request], Awaitable[Generation]]
 _RECORDED_FIELDS = (*TOKEN_FIELDS, TEMPERATURES, "position_ids", "routed_experts", METADATA)
 
 
-def finite(value: object) -> float | None:
+def as_finite_float(value: object) -> float | None:
     """A finite number as a float; None for anything else."""
     if not hasattr(value, "__float__"):  # text has none
         return None
@@ -179,11 +179,9 @@ class Trajectory:
 
     def record(self) -> RecordedTrajectory:
         """The recorded trajectory; for the runner."""
-        reward = None if self.reward is None else finite(self.reward)
+        reward = None if self.reward is None else as_finite_float(self.reward)
         if self.reward is not None and reward is None:
             raise SessionError(f"row {self.name}: reward is {self.reward!r:.60}; it takes a finite number or None")
-        if not is_text(self.role):
-            raise SessionError(f"row {self.name}: role is {self.role!r:.60}; it takes text")
         return RecordedTrajectory(
             input_ids=np.array(self._ids, dtype=np.int64),
             response_mask=np.array(self._mask, dtype=np.int64),
@@ -261,11 +259,11 @@ class Trajectory:
         if temperature is None or plain.temperature == 0:  # an evaluation is greedy throughout
             temperature = plain.temperature
         else:
-            number = None if isinstance(temperature, bool) else finite(temperature)
-            if number is None or (number != 0 and number < LEAST_TEMPERATURE):
+            number = None if isinstance(temperature, bool) else as_finite_float(temperature)
+            if number is None or (number != 0 and number < MIN_TEMPERATURE):
                 raise SessionError(
                     f"row {self.name}: temperature is {temperature!r:.60}; it takes 0 (greedy) or a number from "
-                    f"{LEAST_TEMPERATURE:g} on"
+                    f"{MIN_TEMPERATURE:g} on"
                 )
             temperature = number
         room = self._room
@@ -296,31 +294,31 @@ class Trajectory:
         """The ids of a prompt or an observation; messages after a reply also continue the chat."""
         if not isinstance(tokens, str) and not is_chat(tokens):
             self._check_length(len(tokens))
-        ids, messages, look = self._encoded(tokens, images, after_reply=after_reply)
+        ids, messages, encoder = self._encoded(tokens, images, after_reply=after_reply)
         self._check_length(len(ids))
         self._chat += messages
-        self._media += [look.media] if look else []
+        self._media += [encoder.media] if encoder else []
         return ids
 
     def _encoded(
         self, tokens: Tokens, images: Sequence[Picture], *, after_reply: bool
-    ) -> tuple[list[int], list[Message], Look | None]:
+    ) -> tuple[list[int], list[Message], ImageTextEncoder | None]:
         """Ids, the messages that continue the chat, and how images were encoded; changes nothing."""
         messages: list[Message] = []
         try:
-            look = self._look(tokens, images)
+            encoder = self._image_encoder(tokens, images)
             if after_reply:
-                ids, messages = self._encode_turn(tokens, look)
+                ids, messages = self._encode_turn(tokens, encoder)
             else:
                 template = self._template if is_chat(tokens) else None
-                ids = encode(self._session.tokenizer, tokens, limit=self._room, with_images=look, template=template)
-            if look is None and self._session._vision is not None:
+                ids = encode(self._session.tokenizer, tokens, limit=self._room, with_images=encoder, template=template)
+            if encoder is None and self._session._vision is not None:
                 self._session._vision.check_text(ids)
         except SessionError as error:
             raise SessionError(f"row {self.name}: {error}") from None
-        return ids, messages, look
+        return ids, messages, encoder
 
-    def _encode_turn(self, tokens: Tokens, look: Look | None) -> tuple[list[int], list[Message]]:
+    def _encode_turn(self, tokens: Tokens, encoder: ImageTextEncoder | None) -> tuple[list[int], list[Message]]:
         """The ids that follow a reply when messages are observed; the reply and these messages."""
         if self._template is None:
             raise SessionError("messages are observed and its prompt was text or ids; open it with messages, too")
@@ -335,10 +333,10 @@ class Trajectory:
             parsed=self._parsed(context, reply),
             last_id=reply[-1],
             limit=self._room,
-            with_images=look,
+            with_images=encoder,
         )
 
-    def _look(self, tokens: Tokens, images: Sequence[Picture]) -> Look | None:
+    def _image_encoder(self, tokens: Tokens, images: Sequence[Picture]) -> ImageTextEncoder | None:
         """How a text with images is encoded; None where there are none."""
         if isinstance(tokens, str) and not images:
             return None
@@ -351,7 +349,7 @@ class Trajectory:
             )
         if not isinstance(tokens, str) and not is_chat(tokens):
             raise SessionError("images are given with token ids; give them with text that has their placeholders")
-        return self._session._vision.look(pictures)
+        return self._session._vision.encoder_for(pictures)
 
     @property
     def _room(self) -> int:

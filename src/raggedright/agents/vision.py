@@ -41,9 +41,9 @@ class Vision:
         """The placeholder for one image in a text."""
         return self.processor.image_token  # pyright: ignore[reportAttributeAccessIssue]
 
-    def look(self, images: Sequence[Picture]) -> "Look":
+    def encoder_for(self, images: Sequence[Picture]) -> "ImageTextEncoder":
         """An encoder for a text with these images."""
-        return Look(self, [_opened(i, image) for i, image in enumerate(images)])
+        return ImageTextEncoder(self, [_opened(i, image) for i, image in enumerate(images)])
 
     def check_text(self, ids: Sequence[int]) -> None:
         """Refuse placeholders where no image is given."""
@@ -62,7 +62,7 @@ class Vision:
         return {"position_ids": positions, **{f"{MEDIA}.{name}": value.numpy() for name, value in media.items()}}
 
 
-class Look:
+class ImageTextEncoder:
     """Encodes one text with its images; afterwards `media` has their pixels and sizes."""
 
     def __init__(self, vision: Vision, images: list[Image.Image]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from raggedright.advantages import Estimator, KlEstimator
 from raggedright.check.cases import Line
+from raggedright.check.plain_losses import plain_kl
 from raggedright.config.load import make_config
 from raggedright.config.schema import Config
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
@@ -163,22 +164,13 @@ class PlainRow:
     reward: float | None
 
 
-def plain_kl(difference: float, kind: str) -> float:
-    """The estimate for one token; k3 is clamped to +-10."""
-    if kind == "k1":
-        return difference
-    if kind == "k2":
-        return difference**2 / 2
-    near = max(-20.0, min(20.0, difference))
-    return max(-10.0, min(10.0, math.exp(-near) + near - 1))
-
-
 def plain_penalties(rows: Sequence[PlainRow], kind: str | None, coef: float) -> list[list[float]]:
     """The KL penalty that is subtracted from the reward of each token; zero without a KL."""
     penalties = []
     for row in rows:
-        tokens = zip(row.mask, row.old, row.ref, strict=True)
-        penalties.append([coef * plain_kl(old - ref, kind) if loss and kind else 0.0 for loss, old, ref in tokens])
+        difference = torch.tensor(row.old, dtype=torch.float64) - torch.tensor(row.ref, dtype=torch.float64)
+        kl = plain_kl(difference, kind).tolist() if kind else [0.0] * len(row.mask)
+        penalties.append([coef * value if loss else 0.0 for loss, value in zip(row.mask, kl, strict=True)])
     return penalties
 
 

@@ -35,8 +35,8 @@ PAST = 4  # tokens beyond a length
 LONGEST = 1_024  # tokens of a row, by default
 SHORT = 12  # tokens; every batch has rows of about this length
 _POSITIONS = ("position_embeddings", "n_positions", "seq_len")  # parts of names of a number of positions
-_MOST_LOGITS = 2**28  # of a padded micro-batch of _MOST_ROWS rows: 2 GiB in float64
-_MOST_ROWS = 8
+_MAX_LOGITS = 2**28  # of a padded micro-batch of _MAX_ROWS rows: 2 GiB in float64
+_MAX_ROWS = 8
 FAR = 25.0  # a log-ratio beyond every clamp
 _FAR_FROM_REFERENCE = 4.0  # k3 of it is beyond its clamp
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -206,7 +206,7 @@ class Lengths:
 def find_lengths(config: PretrainedConfig, *, longest: int | None = None) -> Lengths:
     """The lengths of a text model, or of the text part of a model; rows have at most `longest` tokens."""
     text = config.get_text_config(decoder=True)
-    limit = longest or min(LONGEST, _MOST_LOGITS // (_MOST_ROWS * text.vocab_size))
+    limit = longest or min(LONGEST, _MAX_LOGITS // (_MAX_ROWS * text.vocab_size))
     lengths = {name: value for name, value in _walk(text.to_dict()) if value > 1}
     tokens = {name: _tokens(name, value, text) for name, value in lengths.items()}
     reached = {name: value for name, value in lengths.items() if tokens[name] <= limit}

@@ -56,6 +56,7 @@ from raggedright.tensors.routing import balance_loss, count_experts, find_router
 from raggedright.tensors.row_independence import check_packs, rope_limits
 from raggedright.tensors.row_schema import infer_schema
 from raggedright.tensors.tensor_batch import TensorBatch
+from raggedright.train.update import add_metrics
 
 Gradient = dict[str, Tensor]
 
@@ -95,8 +96,10 @@ def run_case(case: Case, longest: int | None = None) -> Result:
     for step in batch.plan.steps(role_of(case)):
         if step.skipped:
             continue
-        totals = [run_rank(model, batch, step, dp_rank, case) for dp_rank in range(case.dp)]
-        gradient, metrics = take_gradient(model), add_metrics(totals)
+        metrics: dict[str, Tensor] = {}
+        for dp_rank in range(case.dp):
+            add_metrics(metrics, run_rank(model, batch, step, dp_rank, case))
+        gradient = take_gradient(model)
         expected, expected_metrics = run_reference(plain, made_up, batch, step, case)
         errors.append(relative_error(gradient, expected))
         drifts.append(largest_drift(metrics, expected_metrics))
@@ -181,7 +184,7 @@ def run_rank(model: nn.Module, batch: TensorBatch, step: Step, dp_rank: int, cas
                 balance = balance_loss(logits, micro, counts, routers)
                 sums = Sums(sums.loss + BALANCE_COEF * balance.loss, {**sums.metrics, **balance.metrics})
             sums.loss.backward()
-        totals = add_metrics([totals, sums.metrics, {"objective": sums.loss.detach()}])
+        add_metrics(totals, {**sums.metrics, "objective": sums.loss.detach()})
     return totals
 
 
@@ -257,8 +260,8 @@ def batch_metrics(batch: TensorBatch) -> dict[str, float]:
     for dp_rank in range(step.dp_size):
         for position, micro in batch.micro_batches(step, dp_rank, ("old_log_probs", "rollout_log_probs")):
             old, rollout = micro.fields["old_log_probs"], micro.fields["rollout_log_probs"]
-            part = off_policy_metrics(old, rollout, micro.weights, row_weights[torch.from_numpy(position)])
-            totals = add_metrics([totals, part])
+            weights = row_weights[torch.from_numpy(position)]
+            add_metrics(totals, off_policy_metrics(old, rollout, micro.weights, weights))
     return {**{name: float(value) for name, value in totals.items()}, **row_metrics(batch.rows)}
 
 
@@ -300,15 +303,6 @@ def take_gradient(model: nn.Module) -> Gradient:
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradient
-
-
-def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of the metrics of micro-batches or ranks."""
-    totals: dict[str, Tensor] = {}
-    for part in parts:
-        for name, value in part.items():
-            totals[name] = totals[name] + value if name in totals else value
-    return totals
 
 
 def relative_error(gradient: Gradient, expected: Gradient) -> float:

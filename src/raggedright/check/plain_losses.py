@@ -174,7 +174,7 @@ def _row_losses(
     metrics["actor/entropy"] = entropy
     losses = {"objective": policy, "actor/pg_loss": policy, "actor/entropy_loss": entropy}
     if case.kl != "none":
-        losses["actor/kl_loss"] = _kl(outputs - row["ref_log_probs"], case.kl)
+        losses["actor/kl_loss"] = plain_kl(outputs - row["ref_log_probs"], case.kl)
         losses["objective"] = losses["objective"] + KL_COEF * losses["actor/kl_loss"]
     if case.entropy:
         losses["objective"] = losses["objective"] - ENTROPY_COEF * entropy
@@ -204,7 +204,7 @@ def _policy(log_probs: Tensor, old: Tensor, advantage: Tensor, case: Case) -> tu
     return torch.where(too_much, -advantage * DUAL_CLIP, clipped), metrics
 
 
-def _kl(difference: Tensor, kind: str) -> Tensor:
+def plain_kl(difference: Tensor, kind: str) -> Tensor:
     """The KL estimate of each token; k3 is at most 10."""
     if kind == "k1":
         return difference

@@ -23,7 +23,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from raggedright.arrays import Floats, Ints, sum_by
+from raggedright.arrays import MIX64_STEP, Floats, Ints, mix64, sum_by
 from raggedright.errors import ConfigError
 from raggedright.plan.layout import Layout, LossAgg
 from raggedright.rows import Rows
@@ -71,11 +71,7 @@ def _shuffled_place(count: int, seed: int, epoch: int) -> Ints:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64: neighbouring numbers give unrelated ones."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return mix64(x + MIX64_STEP)
 
 
 def token_weights(
@@ -86,10 +82,10 @@ def token_weights(
     A row with a negative step is in no step and has weight zero.
     """
     steps = np.zeros(len(rows), dtype=np.int64) if step is None else step
-    counts = np.flatnonzero((rows.loss_tokens > 0) & ~rows.is_padding & (steps >= 0))
+    counted = np.flatnonzero((rows.loss_tokens > 0) & ~rows.is_padding & (steps >= 0))
     weights = np.zeros(len(rows), dtype=np.float64)
-    weights[counts] = 1.0 / _denominators(
-        loss_agg, steps[counts], rows.loss_tokens[counts], rows.session_index[counts], rows.prompt_index[counts],
+    weights[counted] = 1.0 / _denominators(
+        loss_agg, steps[counted], rows.loss_tokens[counted], rows.session_index[counted], rows.prompt_index[counted],
         loss_norm_tokens,
     )  # fmt: skip
     return weights
@@ -112,14 +108,14 @@ def _denominators(
                 raise ConfigError("loss_agg seq-mean-token-sum-norm divides by a constant; set loss_norm_tokens")
             return rows_of_step * np.float64(norm)
         case "session-mean":
-            return _mean_of_groups(step, tokens, session, num_steps)
+            return _group_denominators(step, tokens, session, num_steps)
         case "prompt-mean":
-            return _mean_of_groups(step, tokens, prompt, num_steps)
+            return _group_denominators(step, tokens, prompt, num_steps)
         case _:
             raise ConfigError(f"loss_agg is {loss_agg!r}; it must be one of {', '.join(get_args(LossAgg))}")
 
 
-def _mean_of_groups(step: Ints, tokens: Ints, group: Ints, num_steps: int) -> Ints:
+def _group_denominators(step: Ints, tokens: Ints, group: Ints, num_steps: int) -> Ints:
     """Number of groups in the row's step times the tokens of the row's group in that step."""
     num_groups = int(group.max(initial=-1)) + 1
     pairs, pair = np.unique(step * num_groups + group, return_inverse=True)

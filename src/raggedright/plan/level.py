@@ -255,7 +255,7 @@ def costliest_first(sizes: Ints, costs: Ints, counts: Ints, num_bins: Ints, capa
         size = sizes[at]
         cheapest = loads[: len(at)].argmin(axis=1)
         full = np.flatnonzero(flat_room[first_bin + cheapest] < size)
-        if len(full):  # few: the cheapest bin is seldom a full one
+        if len(full):  # few: the cheapest bin is rarely a full one
             cheapest[full] = np.where(room[full] >= size[full, None], loads[full], CLOSED).argmin(axis=1)
         chosen = first_bin + cheapest
         fits = (flat[chosen] < CLOSED) & (flat_room[chosen] >= size)

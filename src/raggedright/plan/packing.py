@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from raggedright.arrays import Ints, changes, max_by, offsets, sum_by, within
+from raggedright.arrays import Ints, max_by, offsets, starts_run, sum_by, within
 
 # The search for a tighter packing than first-fit-decreasing's is limited to a few milliseconds.
 SEARCH_MAX_ROWS = 256
@@ -149,7 +149,7 @@ def first_fit_decreasing(sizes: Ints, capacity: int) -> Ints:
 
 def _runs(sizes: Ints) -> tuple[list[int], list[int]]:
     """Each size that occurs, in order, and the number of rows that have it."""
-    starts = np.flatnonzero(changes(sizes))
+    starts = np.flatnonzero(starts_run(sizes))
     return sizes[starts].tolist(), np.diff(np.append(starts, len(sizes))).tolist()
 
 

@@ -2,9 +2,9 @@
 
 A pure function of rows and layout: no I/O, no torch, no randomness except the seed, integer costs. Invariants, each a
 property test: every real row occurs exactly once per epoch and role; the config fixes the number of optimizer steps
-(align steps); every rank has the same number of micro-batches in a step; no micro-batch is above the budget; weights
-sum to what the mode declares; padding rows have weight zero and are as few as the alignment allows; no step consists
-of padding alone; the order of the rows does not matter.
+(align steps); every rank has the same number of micro-batches in a step; no micro-batch is above the budget; the token
+weights of a step sum to the value that loss_agg defines; padding rows have weight zero and are as few as the alignment
+allows; no step consists of padding alone; the order of the rows does not matter.
 
 There are three roles, each with its own steps: `actor`, `critic` (when it trains), and `forward`, one pass over all
 rows for log-probs and the reference model, on the actor's ranks. Values are computed in the critic's steps.
@@ -34,8 +34,8 @@ from raggedright.rows import FIELDS, Rows
 Role = Literal["actor", "critic", "forward"]
 Roles = dict[Role, tuple[Step, ...]]
 
-# A forward pass of trees keeps more micro-batches than necessary if that saves this share of its time.
-WORTH_MORE_SLOTS = 16
+# A forward pass of trees keeps more micro-batches than necessary if that saves more than 1 / 16 of its time.
+MIN_TIME_SAVED_DIVISOR = 16
 # Up to this many padding rows cause no warning, even if there are fewer real rows.
 FEW_PADDING_ROWS = 100
 
@@ -280,7 +280,7 @@ def _forward_pass(steps: list[Step], rows: Rows, groups: PrefixGroups | None, la
     if groups is not None and best is repacked and joined.num_empty == 0:
         # Fuller micro-batches have less room to keep prefix groups together.
         times = [int(costs_of(step, lengths, layout, groups).max(axis=0).sum()) for step in (joined, repacked)]
-        best = joined if times[0] < times[1] - times[1] // WORTH_MORE_SLOTS else repacked
+        best = joined if times[0] < times[1] - times[1] // MIN_TIME_SAVED_DIVISOR else repacked
     return best
 
 

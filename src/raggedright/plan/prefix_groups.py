@@ -1,12 +1,11 @@
 """Rows with a shared prefix, kept in one micro-batch for `collate = "tree"`, which computes the prefix only once.
 
-A plan sees no tokens, so it guesses: rows of one prompt whose own prompts have equal lengths form a prefix group and
-share that prompt. Rows are put in a line, prompt after prompt and group after group. Micro-batches are runs of this
-line, so a cut divides at most one prompt, and they are level in what a tree computes: one may have more rows than
-another.
+A plan sees no tokens, so it assumes: rows of one prompt whose own prompts have equal lengths form a prefix group and
+share that prompt. Rows are sorted by prompt, then by prefix length, into a line. Micro-batches are runs of this line,
+so a cut divides at most one prompt, and they are level in what a tree computes: one may have more rows than another.
 
-Invariants: no bin exceeds its capacity, which counts whole rows (a wrong guess must not break a budget); there are no
-more bins than the packing allows, and each gets a row if there are enough; all arithmetic is in integers.
+Invariants: no bin exceeds its capacity, which counts whole rows (a wrong assumption must not break a budget); there are
+no more bins than the packing allows, and each gets a row if there are enough; all arithmetic is in integers.
 
 Note: a good packing leaves no room for runs. Then each bin takes the next rows of the line and fills up with smaller
 rows from a little further on, which divides more prompts, but takes few rows from each.
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raggedright.arrays import Ints, changes, offsets
+from raggedright.arrays import Ints, offsets, starts_run
 from raggedright.plan.level import LEVEL_ENOUGH, split_bins
 from raggedright.plan.packing import count_bins, first_fit_decreasing
 from raggedright.rows import Rows
@@ -57,7 +56,7 @@ def costs_in_trees(bins: Ints, costs: Ints, shared: Ints, number: Ints) -> Ints:
     """Cost of each row if only the first row of its group in a bin pays for what the group shares."""
     group_in_bin = bins * (int(number.max(initial=0)) + 1) + number
     order = np.argsort(group_in_bin, kind="stable")
-    first = order[changes(group_in_bin[order])]
+    first = order[starts_run(group_in_bin[order])]
     in_tree = costs - shared
     in_tree[first] = costs[first]
     return in_tree
@@ -69,7 +68,7 @@ def keep_together(sizes: Ints, costs: Ints, shared: Ints, number: Ints, *, num_b
     `shared` is the part of a row's cost that it has in common with the rows of its group `number`.
     """
     line = np.argsort(number, kind="stable")
-    size, shared_before = sizes[line], np.where(changes(number[line]), 0, shared[line])
+    size, shared_before = sizes[line], np.where(starts_run(number[line]), 0, shared[line])
     cost = costs[line] - shared_before
     in_line = _cut_line(size, cost, shared_before, num_bins, capacity)
     if in_line is None:

@@ -101,7 +101,7 @@ class _Model(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class World(_Model):
+class WorldInfo(_Model):
     """The processes of a run."""
 
     dp: Count | None = None
@@ -119,7 +119,7 @@ class StartEvent(_Model):
     num_parameters: Count | None = None
     resumed_from: Count = 0
     sessions_found: Count = 0
-    world: World = World()
+    world: WorldInfo = WorldInfo()
 
 
 class Failure(_Model):

@@ -1,9 +1,9 @@
-"""Continuous batching without a clock: rows that decode together, one token per turn, and new rows that join them.
+"""Continuous batching without a clock: rows that decode together, one token per step, and new rows that join them.
 
-A row leaves as soon as it stops, and its memory is released at the next turn. New rows are read in as few passes as
-their lengths allow and may join at any turn. Nothing here waits or knows of an event loop. Invariants: every job that
+A row leaves as soon as it stops, and its memory is released at the next step. New rows are read in as few passes as
+their lengths allow and may join at any step. Nothing here waits or knows of an event loop. Invariants: every job that
 is passed to `admit` is answered once, or its future was done before; a job whose future is done (cancelled, aborted)
-leaves at the next turn.
+leaves at the next step.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class Batch:
         for part in _by_length(jobs, padded=self._model.reads_padded):
             self._prefill(part, version)
 
-    def turn(self, version: int) -> None:
+    def decode_step(self, version: int) -> None:
         """Take one more token for every row that is not finished."""
         self._groups = [group for group in (each.unfinished() for each in self._groups) if group.jobs]
         if not self._groups:
@@ -116,7 +116,7 @@ class Batch:
         self._groups = []
 
     def _prefill(self, jobs: list[Job], version: int) -> None:
-        """Read contexts; what several jobs have in common word for word, as the sessions of a prompt, is read once."""
+        """Read contexts; a context that several jobs share, as the sessions of a prompt do, is read once."""
         row_of: dict[object, int] = {}
         rows: list[int] = []
         read: list[Job] = []

@@ -1,11 +1,11 @@
-"""What an engine promises, whichever one it is: token ids in; ids, their log-probs and the weight version out.
+"""The interface of every rollout engine: token ids in; sampled ids, their log-probs and the weight version out.
 
 Nothing is re-tokenised: the ids are those that were sampled. A log-prob is that of the distribution from which its
 token was drawn (after temperature, top-k and top-p); the log-prob of a greedy token is that of the plain softmax. Every
 request is answered, or its `generate` raises: none waits forever.
 
-A request brings its own randomness. The token at position t of a row depends on the row's logits and on a number that
-depends on (noise, t) only, so it does not matter in which batch a request runs.
+Each request carries its own random key. The token at position t of a row depends on the row's logits and on a number
+that depends on (noise, t) only, so it does not matter in which batch a request runs.
 """
 
 import math
@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Media = Mapping[str, Tensor]
 """The processor's output for the images of a context: pixel_values and image_grid_thw of all of them."""
 
-LEAST_TEMPERATURE = 1e-4
+MIN_TEMPERATURE = 1e-4
 """For tokens that are trained: logits divided by much less exceed the range of float32."""
 
 
@@ -78,7 +78,7 @@ def join_media(media: Iterable[Media | None]) -> Media:
 
 
 class Generation(NamedTuple):
-    """The tokens of one request, and the version of the weights that chose the last of them.
+    """The tokens of one request, and the version of the weights that sampled the last of them.
 
     `routed_experts` [positions, layers, topk] are the experts of the context and of all new tokens except the last,
     which was never fed to the model; None where the engine does not record them.

@@ -6,10 +6,10 @@ the numbers of a row do not depend on the other rows (up to the rounding of matr
 with a sliding window keep every column, too, and the model masks what is outside of the window, so that all layers are
 joined in the same way.
 
-Between its generations a trajectory's row is kept by name, so that a turn reads only the new tokens. Invariants: what
-is kept was computed with the current weights (the engine clears all of it at an update); using a kept row changes
-results by no more than the rounding of matrix products of another shape. Short contexts are not kept, because reading
-them again costs less; nor are contexts with images.
+Between its generations a trajectory's row is kept by name, so that the next generation reads only the new tokens.
+Invariants: what is kept was computed with the current weights (the engine clears all of it at an update); using a kept
+row changes results by no more than the rounding of matrix products of another shape. Short contexts are not kept,
+because reading them again costs less; nor are contexts with images.
 """
 
 from collections import OrderedDict
@@ -28,8 +28,8 @@ from raggedright.rollout.local_model import LocalModel
 
 Ids = NDArray[np.int64]
 
-LEAST_KEPT_TOKENS = 32
-_LEAST_SPARE_COLUMNS = 16
+MIN_KEPT_TOKENS = 32
+_MIN_SPARE_COLUMNS = 16
 
 
 class PastRow(NamedTuple):
@@ -59,7 +59,7 @@ class KeptRows:
 
     def wants(self, num_tokens: int) -> bool:
         """Whether a row with this number of tokens is worth keeping."""
-        return num_tokens >= LEAST_KEPT_TOKENS and self._max_bytes > 0
+        return num_tokens >= MIN_KEPT_TOKENS and self._max_bytes > 0
 
     def take(self, key: bytes, context: Ids) -> PastRow | None:
         """Remove and return the row of a trajectory; None if the context does not begin with its tokens."""
@@ -91,75 +91,75 @@ class KeptRows:
 
 
 class _Layer(DynamicLayer):
-    """One layer's keys and values, which are views of the used columns of two larger tensors, `rooms`."""
+    """One layer's keys and values, which are views of the used columns of two larger tensors, `buffers`."""
 
-    def __init__(self, rooms: Sequence[Tensor] = (), num_columns: int = 0) -> None:
+    def __init__(self, buffers: Sequence[Tensor] = (), num_columns: int = 0) -> None:
         super().__init__()
-        self.rooms = [*rooms]
+        self.buffers = [*buffers]
         self.num_columns = num_columns
-        if self.rooms:
+        if self.buffers:
             self._use(num_columns)
 
     @property
     def num_spare(self) -> int:
         """Columns that are not used yet."""
-        return self.rooms[0].shape[2] - self.num_columns
+        return self.buffers[0].shape[2] - self.num_columns
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append columns, for which there is room, and return all of them."""
         start, end = self.num_columns, self.num_columns + key_states.shape[-2]
-        if self.rooms:
-            self.rooms[0][:, :, start:end] = key_states
-            self.rooms[1][:, :, start:end] = value_states
+        if self.buffers:
+            self.buffers[0][:, :, start:end] = key_states
+            self.buffers[1][:, :, start:end] = value_states
         else:
-            self.rooms = [key_states, value_states]
+            self.buffers = [key_states, value_states]
         return self._use(end)
 
     def _use(self, num_columns: int) -> tuple[Tensor, Tensor]:
-        keys, values = (room[:, :, :num_columns] for room in self.rooms)
+        keys, values = (buffer[:, :, :num_columns] for buffer in self.buffers)
         self.num_columns, self.keys, self.values = num_columns, keys, values
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         return keys, values
 
 
-def _new_room(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
+def _new_buffer(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """A tensor [rows, heads, columns, size] in which the columns of a row are next to each other, as models do it."""
     return like.new_empty(num_rows, num_columns, like.shape[1], like.shape[3]).transpose(1, 2)
 
 
 def _join_layers(parts: Sequence[tuple[_Layer, Tensor]], num_columns: int, num_spare: int) -> _Layer:
     """These rows of the layers, one below another, with spare columns on the right."""
-    rooms = []
-    for number, like in enumerate(parts[0][0].rooms):
-        room = _new_room(like, sum(len(rows) for _, rows in parts), num_columns + num_spare)
+    buffers = []
+    for number, like in enumerate(parts[0][0].buffers):
+        buffer = _new_buffer(like, sum(len(rows) for _, rows in parts), num_columns + num_spare)
         start = 0
         for layer, rows in parts:
-            source = layer.rooms[number][:, :, max(layer.num_columns - num_columns, 0) : layer.num_columns]
+            source = layer.buffers[number][:, :, max(layer.num_columns - num_columns, 0) : layer.num_columns]
             edge = num_columns - source.shape[2]
-            room[start : start + len(rows), :, :edge] = 0
-            target = room[start : start + len(rows), :, edge:num_columns]
+            buffer[start : start + len(rows), :, :edge] = 0
+            target = buffer[start : start + len(rows), :, edge:num_columns]
             if target.device.type == "cpu":  # one copy instead of two; other devices may not accept a view as `out`
                 torch.index_select(source, 0, rows, out=target)
             else:
                 target.copy_(source.index_select(0, rows))
             start += len(rows)
-        rooms.append(room)
-    return _Layer(rooms, num_columns)
+        buffers.append(buffer)
+    return _Layer(buffers, num_columns)
 
 
 def _load_layer(pasts: Sequence[PastRow | None], number: int, num_tokens: Sequence[int], num_spare: int) -> _Layer:
     """A layer that begins with the first tokens of kept rows, `num_tokens` of each, and has spare columns."""
     num_columns = max(num_tokens)
-    rooms = []
+    buffers = []
     for part, like in enumerate(next(past for past in pasts if past is not None).layers[number]):
-        room = _new_room(like.transpose(0, 1)[None], len(pasts), num_columns + num_spare).zero_()
-        for row, past, count in zip(room, pasts, num_tokens, strict=True):
+        buffer = _new_buffer(like.transpose(0, 1)[None], len(pasts), num_columns + num_spare).zero_()
+        for row, past, count in zip(buffer, pasts, num_tokens, strict=True):
             if past is not None and count:
                 row[:, num_columns - count : num_columns] = past.layers[number][part][:count].transpose(0, 1)
-        rooms.append(room)
-    return _Layer(rooms, num_columns)
+        buffers.append(buffer)
+    return _Layer(buffers, num_columns)
 
 
 class RowCache:
@@ -213,9 +213,10 @@ class RowCache:
         start = stop - int(self.lengths[row])
         return [
             tuple(
-                room[row, :, start:stop].transpose(0, 1).clone(memory_format=torch.contiguous_format) for room in rooms
+                buffer[row, :, start:stop].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+                for buffer in buffers
             )
-            for rooms in (layer.rooms for layer in self._layers)
+            for buffers in (layer.buffers for layer in self._layers)
         ]
 
     @classmethod
@@ -228,7 +229,7 @@ class RowCache:
         joined.lengths = np.concatenate([part.lengths[rows] for part, rows in parts])
         joined._shifts = np.concatenate([part._shifts[rows] for part, rows in parts])
         num_columns = int(joined.lengths.max())
-        num_spare = max(_LEAST_SPARE_COLUMNS, num_columns // 2)
+        num_spare = max(_MIN_SPARE_COLUMNS, num_columns // 2)
         indexes = [torch.tensor(rows, device=joined._model.device) for _, rows in parts]
         for number in range(len(joined._layers)):
             layers = [part._layers.pop(0) for part, _ in parts]

@@ -1,9 +1,9 @@
 """The local engine: any causal language model of transformers, in this process, all waiting requests in one batch.
 
-`generate` queues a request and waits for its answer. While there are requests, one task of the event loop takes turns.
-A turn: tasks that are ready to submit requests do so, new requests are read up to the row limit, every row gets one
-token, and the loop runs, so that time-outs and cancellations act and agents continue as soon as they have their answer.
-A failure inside a turn reaches every request under way, each as an EngineError of its own.
+`generate` queues a request and waits for its answer. While there are requests, one task of the event loop runs decode
+steps. A decode step: tasks that are ready to submit requests do so, new requests are read up to the row limit, every
+row gets one token, and the event loop runs, so that time-outs and cancellations act and agents continue as soon as they
+have their answer. A failure inside a step reaches every request under way, each as an EngineError of its own.
 
 Event loops may use an engine one after another (`asyncio.run` once per round), never two at once. With `shared`,
 `update_weights` reads no weights: the model is the one that trains, and has them already.
@@ -25,9 +25,9 @@ from raggedright.rollout.sampling import TextStops, as_key
 
 _NO_LIMIT = 1 << 40
 
-# Turns of the event loop without a new request before a batch continues: an agent may need some to get from one
+# Iterations of the event loop without a new request before a batch continues: an agent may need some to get from one
 # generation to its next.
-_QUIET_TURNS = 3
+IDLE_LOOP_ITERATIONS = 3
 
 
 class LocalEngine:
@@ -47,7 +47,7 @@ class LocalEngine:
         self._closed = False
         self._incomplete = ""  # what the last update of the weights lacked
         self._num_requests = 0
-        self._turns: _Turns | None = None
+        self._decode_loop: _DecodeLoop | None = None
 
     @property
     def context_tokens(self) -> int:
@@ -60,18 +60,18 @@ class LocalEngine:
             raise EngineError("the engine is closed and takes no more requests")
         if self._incomplete:
             raise EngineError(f"the last update of weights failed ({self._incomplete}); update them again first")
-        turns = self._turns_of_this_loop()
+        decode_loop = self._decode_loop_here()
         job = Job(
             number=self._num_requests,
             context=self._check(request),
             key=as_key(request.noise),
             sampling=request.sampling,
             texts=self._text_stops(request),
-            future=turns.loop.create_future(),
+            future=decode_loop.loop.create_future(),
             media=request.media or None,
         )
         self._num_requests += 1
-        turns.submit(job)
+        decode_loop.submit(job)
         return await job.future
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -101,19 +101,21 @@ class LocalEngine:
         )
 
     def _end_requests(self, end: Callable[[Job], None]) -> None:
-        """End the requests that were submitted so far, between two turns."""
-        if self._turns is not None and not self._turns.loop.is_closed():
-            self._turns.loop.call_soon_threadsafe(self._turns.end_jobs, end, self._num_requests)
+        """End the requests that were submitted so far, between two decode steps."""
+        if self._decode_loop is not None and not self._decode_loop.loop.is_closed():
+            self._decode_loop.loop.call_soon_threadsafe(self._decode_loop.end_jobs, end, self._num_requests)
 
-    def _turns_of_this_loop(self) -> "_Turns":
-        """The turns of the running loop; those of an earlier loop, with the requests it left behind, are dropped."""
-        loop, turns = asyncio.get_running_loop(), self._turns
-        if turns is None or turns.loop is not loop:
-            if turns is not None and turns.task is not None and turns.loop.is_running():
+    def _decode_loop_here(self) -> "_DecodeLoop":
+        """That of the running event loop; that of an earlier one, with the requests it left behind, is dropped."""
+        loop, decode_loop = asyncio.get_running_loop(), self._decode_loop
+        if decode_loop is None or decode_loop.loop is not loop:
+            if decode_loop is not None and decode_loop.task is not None and decode_loop.loop.is_running():
                 raise EngineError("the engine is at work in another event loop; use it from one loop at a time")
             batch = Batch(self._model, self._kept_rows)
-            self._turns = turns = _Turns(loop, batch, self._context.max_batch_rows, version=lambda: self._version)
-        return turns
+            self._decode_loop = decode_loop = _DecodeLoop(
+                loop, batch, self._context.max_batch_rows, version=lambda: self._version
+            )
+        return decode_loop
 
     def _check(self, request: Request) -> Ids:
         """The ids of a request that can be answered."""
@@ -147,8 +149,8 @@ class LocalEngine:
         return TextStops(texts, tokenizer)
 
 
-class _Turns:
-    """The requests under way in one event loop; `task` takes the turns while there are any."""
+class _DecodeLoop:
+    """The requests under way in one event loop; `task` runs decode steps while there are any."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, batch: Batch, max_batch_rows: int, *, version: Callable[[], int]
@@ -177,7 +179,7 @@ class _Turns:
                 await self._let_others_submit()
                 self._admit()
                 await asyncio.sleep(0)
-                self._batch.turn(self._version())
+                self._batch.decode_step(self._version())
         except BaseException as error:
             failure = error
             if not isinstance(error, Exception):
@@ -192,7 +194,7 @@ class _Turns:
 
     async def _let_others_submit(self) -> None:
         quiet = 0
-        while quiet < _QUIET_TURNS and len(self._waiting) < self._max_batch_rows - len(self._batch.jobs):
+        while quiet < IDLE_LOOP_ITERATIONS and len(self._waiting) < self._max_batch_rows - len(self._batch.jobs):
             num_waiting = len(self._waiting)
             await asyncio.sleep(0)
             quiet = quiet + 1 if len(self._waiting) == num_waiting else 0

@@ -6,8 +6,8 @@ exceeds the uniform number. Invariants: a token with probability zero is never c
 without a finite maximum (NaN, +inf, or all -inf) are an error, never a token. A greedy row (temperature 0) ignores
 top-k and top-p, and its log-prob is that of the plain softmax.
 
-The randomness is named, not drawn: the uniform number is a hash of the trajectory's names and of the position, so the
-same names give the same numbers on every machine, in any order and in any batch.
+The uniform number is not drawn from a generator. It is a hash of the trajectory's noise key and the position, so it is
+the same on every machine, in any order and in any batch.
 """
 
 import hashlib
@@ -18,13 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raggedright.arrays import MIX64_STEP, mix64
 from raggedright.rollout.engine import Decoder, EngineError, Sampling
 
 KEY_BYTES = 16
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31, _S11 = (np.uint64(bits) for bits in (27, 30, 31, 11))
 
 # The most probabilities that are in memory in float64 at once: 128 MiB, whatever the size of the vocabulary.
 _CHUNK = 1 << 24
@@ -45,20 +42,12 @@ def as_key(noise: bytes) -> bytes:
 def uniforms(keys: Sequence[bytes], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in [0, 1) per row, from the row's key and its position [N]; a 64-bit mixer (that of splitmix64)."""
     words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 2)
-    mixed = _mix(words[:, 0] + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
-    return (_mix(mixed ^ words[:, 1]) >> _S11).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> _S30)) * _MIX_1
-    x = (x ^ (x >> _S27)) * _MIX_2
-    return x ^ (x >> _S31)
+    mixed = mix64(words[:, 0] + MIX64_STEP * (positions.astype(np.uint64) + np.uint64(1)))
+    return (mix64(mixed ^ words[:, 1]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def choose(logits: Tensor, rows: Sequence[Sampling], noise: NDArray[np.float64]) -> tuple[list[int], list[float]]:
     """A token id and its log-prob for each row of `logits` [B, V], by the settings and uniform numbers of the rows."""
-    if logits.device.type == "mps":  # it has no float64
-        logits = logits.cpu()
     uniform = torch.from_numpy(noise).to(logits.device)
     size = max(1, _CHUNK // logits.shape[1])
     ids: list[int] = []
@@ -77,7 +66,7 @@ def _choose(logits: Tensor, rows: Sequence[Sampling], uniform: Tensor) -> tuple[
     greedy = torch.tensor([[row.temperature == 0] for row in rows], device=device)
     scores = logits.to(torch.float64) - best
     scores /= torch.tensor([[row.temperature or 1.0] for row in rows], dtype=torch.float64, device=device)
-    scores = _cut(scores, rows)
+    scores = _mask_top_k_top_p(scores, rows)
     weights = torch.exp(scores)
     cumulated = weights.cumsum(-1)
     total = cumulated[:, -1:]
@@ -90,7 +79,7 @@ def _choose(logits: Tensor, rows: Sequence[Sampling], uniform: Tensor) -> tuple[
     return chosen[:, 0].tolist(), log_probs[:, 0].tolist()
 
 
-def _cut(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
+def _mask_top_k_top_p(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
     """Scores with -inf at what top-k and top-p leave out; the best token always stays. Ties go to the lower id."""
     cut = [i for i, row in enumerate(rows) if row.temperature > 0 and (row.top_k or row.top_p < 1)]
     if not cut:

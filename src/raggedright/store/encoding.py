@@ -15,20 +15,17 @@ from safetensors.numpy import load, save
 
 from raggedright.sessions import (
     RowKey,
-    RowLine,
     Session,
+    SessionEntry,
     SessionKey,
-    SessionLine,
     SessionTable,
     check_session,
-    make_table,
-    row_lines,
 )
 from raggedright.store.session_store import StoreError
 
 DIGEST_BYTES = 16
 T = TypeVar("T")
-TableLine = tuple[SessionKey, str, bytes]  # key, text and digest of a session
+TableLine = tuple[SessionKey, str, bytes]  # key, text (the rest of its SessionEntry as JSON) and digest
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -46,7 +43,7 @@ def encode_session(run: str, session: Session) -> EncodedSession[bytes]:
     """The session as text and bytes; a SessionError says what cannot be recorded."""
     check_session(session)
     key = SessionKey(*session.key)
-    text = _to_json([session.score, session.cause, {**session.metrics}, row_lines(session)])
+    text = _to_json(session.entry[1:])
     rows = [save({name: _native(array) for name, array in t.fields.items()}) for t in session.trajectories]
     row_digests = [digest_of(run, RowKey(*key, i), value) for i, value in enumerate(rows)]
     return EncodedSession(key, text, digest_of(run, key, text), rows, row_digests)
@@ -61,14 +58,9 @@ def decode_table(run: str, round: int, lines: Sequence[TableLine], *, every_atte
     """The table of sessions given in the order of their keys: the last attempt of each, or all."""
     if not every_attempt:
         lines = [*{line[0][1:3]: line for line in lines}.values()]
-    session_lines: list[SessionLine] = []
-    rows: list[Sequence[RowLine]] = []
     for key, text, digest in lines:
         check_digest(run, key, text, digest)
-        score, cause, metrics, rows_of_session = json.loads(text)
-        session_lines.append((key.prompt, key.session, key.attempt, score, cause, metrics))
-        rows.append(rows_of_session)
-    return make_table(round, session_lines, rows)
+    return SessionTable.of_entries(round, [SessionEntry(key, *json.loads(text)) for key, text, _ in lines])
 
 
 def decode_row(

@@ -3,9 +3,10 @@
 What is appended together is one transaction, on disk (synchronous = FULL) when `append` returns. Everything is encoded
 before the file is locked, so that writers wait for each other as little as possible.
 
-Note: `drop` first moves a watermark, which hides the rounds immediately and permanently, and then deletes their
-sessions in small transactions, so that no writer waits long; if it is killed in between, the next `drop` completes it.
-The file does not shrink: later rounds use the free pages. `sqlite3 rows.db VACUUM` shrinks a file that is not open.
+Note: `drop` first records the last dropped round, which hides the rounds immediately and permanently, and then deletes
+their sessions in small transactions, so that no writer waits long; if it is killed in between, the next `drop`
+completes it. The file does not shrink: later rounds use the free pages. `sqlite3 rows.db VACUUM` shrinks a file that is
+not open.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ from uuid import uuid4
 
 from numpy.typing import NDArray
 
-from raggedright.sessions import MOST_TRAJECTORIES, RowKey, Session, SessionKey, SessionTable
+from raggedright.sessions import MAX_TRAJECTORIES, RowKey, Session, SessionKey, SessionTable
 from raggedright.store.encoding import decode_row, decode_table, dropped_digest, encode_session
 from raggedright.store.session_store import Store, StoreError, already_recorded, round_dropped, row_missing
 from raggedright.store.sqlite_file import Database
@@ -33,7 +34,7 @@ _FINISHED = """SELECT round, count(*) FROM log
 _ROWS = f"""WITH k (i, round, prompt, session, attempt, trajectory) AS (VALUES {{}})
   SELECT k.i, coalesce(json_array_length(log.text, '$[3]'), 0), arrays.value, arrays.digest
   FROM k CROSS JOIN log USING (round, prompt, session, attempt)
-  LEFT JOIN arrays ON arrays.id = log.id * {MOST_TRAJECTORIES} + k.trajectory"""
+  LEFT JOIN arrays ON arrays.id = log.id * {MAX_TRAJECTORIES} + k.trajectory"""
 
 
 class SqliteStore(Store):
@@ -80,7 +81,7 @@ class SqliteStore(Store):
                     connection.execute(_APPEND, (session_id, *key, text, digest))
                 except IntegrityError:
                     raise already_recorded(key) from None
-                row_ids = range(session_id * MOST_TRAJECTORIES, session_id * MOST_TRAJECTORIES + len(rows))
+                row_ids = range(session_id * MAX_TRAJECTORIES, session_id * MAX_TRAJECTORIES + len(rows))
                 connection.executemany(
                     "INSERT INTO arrays (id, value, digest) VALUES (?, ?, ?)",
                     zip(row_ids, rows, row_digests, strict=True),
@@ -130,7 +131,7 @@ class SqliteStore(Store):
             with self._database.write(f"drop of round {round}") as connection:
                 query = "SELECT id FROM log WHERE round <= ? LIMIT ?"
                 deleted = connection.execute(query, (self._dropped(connection), SESSIONS_PER_DELETE)).fetchall()
-                row_ids = [(i * MOST_TRAJECTORIES, (i + 1) * MOST_TRAJECTORIES) for (i,) in deleted]
+                row_ids = [(i * MAX_TRAJECTORIES, (i + 1) * MAX_TRAJECTORIES) for (i,) in deleted]
                 connection.executemany("DELETE FROM arrays WHERE id >= ? AND id < ?", row_ids)
                 connection.executemany("DELETE FROM log WHERE id = ?", deleted)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raggedright.files import sync
-from raggedright.sessions import MOST_TRAJECTORIES, ROW_COLUMNS
+from raggedright.sessions import MAX_TRAJECTORIES, ROW_COLUMNS
 from raggedright.store.encoding import dropped_digest
 from raggedright.store.session_store import StoreError
 
@@ -60,7 +60,7 @@ SCHEMA = (
   FROM log""",
     f"""CREATE VIEW rows AS
   SELECT log.round, log.prompt, log.session, log.attempt, r.key AS trajectory, {_ROW_COLUMNS},
-    log.id * {MOST_TRAJECTORIES} + r.key AS arrays_id
+    log.id * {MAX_TRAJECTORIES} + r.key AS arrays_id
   FROM log, json_each(log.text, '$[3]') r""",
 )
 _READING = ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16384")

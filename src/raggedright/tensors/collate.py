@@ -1,14 +1,14 @@
 """Rows of a micro-batch to model inputs, and their response tokens to flat vectors.
 
-There are three layouts, which give the same numbers:
+There are three collations, which give the same numbers:
 
 - packed: all rows as one sequence. Positions restart at each row, and there is no attention mask: the model derives
   exact block attention from the positions.
-- padded: one rectangle. Rows are filled up on the right, and the filling is masked.
+- padded: one rectangle. Rows are padded on the right, and the padding is masked.
 - tree: a rectangle of prefix trees, often a single one, with the attention mask of their branches. The last token of a
   row predicts nothing and is left out. Rows with media or recorded experts cannot be in a tree.
 
-In every layout, per-token vectors are flat: the response tokens of row 0, then those of row 1, and so on, so that
+In every collation, per-token vectors are flat: the response tokens of row 0, then those of row 1, and so on, so that
 losses never see a rectangle. A model gets only what `Collator` makes and `forward` passes on.
 
 Three cases add tokens: a row shorter than `min_row_tokens` is extended at its end, where causal attention makes the

@@ -10,7 +10,7 @@ to float32 on entry; metrics are float64.
 
 Note: log-ratios are clamped where verl 0.9.1 clamps them, so that numbers carry over. Beyond a clamp a token has no
 gradient: ppo's log-ratio (and its `actor/ppo_kl`) at +-20, gspo's at 10 from above, k3's log-ratio at +-20 and k3
-itself at 10 (a token that is 2.6 nats less likely than under the reference is not pulled back).
+itself at 10 (a token that is 2.6 nats less likely than under the reference gets no gradient).
 """
 
 from collections.abc import Mapping, Sequence

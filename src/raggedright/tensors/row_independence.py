@@ -35,7 +35,7 @@ from raggedright.tensors.images import placeholder_ids
 # Names of lengths in the configs of transformers, and of similar names that are not lengths.
 _LENGTH = re.compile(r"window|local_attention|chunk_(size|length)|block_size|index_topk|conv|kernel|floor_scale")
 _NOT_LENGTH = re.compile(r"feed_forward|audio|image|vision|layers|pattern|bias|dtype|multiple")
-_LEAST_TOKENS = 12
+_MIN_TOKENS = 12
 # Relative to the spread of the outputs. Measured over all families in docs/models.md: rounding is at most 1e-6 in
 # float32 and 5e-2 in bfloat16 (a router's choice), and a dependence without a gradient is 2e-2 or more.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -185,7 +185,7 @@ def probe_lengths(
     limits = (row_tokens, getattr(text, "max_position_embeddings", None), whole)
     most = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
     together = most + (2 * most // 3 + 1 if num_rows == 2 and collator.how != "padded" else 0)
-    long = max(3, min(max(_LEAST_TOKENS, 2 * longest_length(text, below=together) + 5), most))
+    long = max(3, min(max(_MIN_TOKENS, 2 * longest_length(text, below=together) + 5), most))
     return (max(2, min(2 * long // 3 + 1, most)), long)[-num_rows:]
 
 

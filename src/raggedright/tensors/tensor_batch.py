@@ -58,7 +58,7 @@ class TensorBatch:
         return cls(plan, [*fields, *(row.fields for row in padding)], collator)
 
     def micro_batches(self, step: Step, dp_rank: int, names: Sequence[str] = ()) -> Iterator[tuple[Ints, MicroBatch]]:
-        """Positions and tensors of each micro-batch of a rank, slot by slot; `names` as in `Collator`."""
+        """Positions and tensors of each micro-batch of a rank, slot by slot; `names`: the per-response-token fields."""
         real = step.row[step.row < len(self.plan.rows)]
         step_loss_tokens = int(self.plan.rows.loss_tokens[real].sum())
         bounds = offsets(self.rows.response_tokens).tolist()

@@ -42,7 +42,7 @@ def launch(config: Config, *, apart: bool = False) -> None:
     check_plugins(config)
     stop = config.out / STOP_FILE
     check_kind(stop)
-    stop.unlink(missing_ok=True)  # from before there was a run to stop
+    stop.unlink(missing_ok=True)  # left over from an earlier run
     try:
         if config.parallel.launcher == "ray":
             _ray_launcher(apart=apart)(config)

@@ -1,12 +1,13 @@
 """The training loop, the same on every rank.
 
 Invariants: a round is trained once, or again from the checkpoint before it; the rows of a round leave the store only
-when a checkpoint contains the round; however a run ends, its last event says how, and the last good checkpoint stays.
+when a checkpoint contains the round; a run that is not killed ends with an event that says how it ended; the last good
+checkpoint stays; engine and store are closed, also after an error while the run starts.
 """
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from raggedright.arrays import mean_of
@@ -57,13 +58,18 @@ def train(config: Config, world: World) -> str:
 def _train(config: Config, world: World) -> str:
     if world.is_first:
         restore_run_id(config.out)
-    setup = set_up(config, world)
-    last_round, sessions_found = resume(setup)
-    recorder = RunRecorder(setup, first_round=last_round + 1, sessions_found=sessions_found)
-    stop = StopRequest(config.out, lambda: setup.runner.cancel(record=False))
+    with closing(set_up(config, world)) as setup:
+        last_round, sessions_found = resume(setup)
+        recorder = RunRecorder(setup, first_round=last_round + 1, sessions_found=sessions_found)
+        return _run(setup, recorder, last_round + 1)
+
+
+def _run(setup: Setup, recorder: RunRecorder, first_round: int) -> str:
+    """Train the rounds, then save; the recorder is told how that ended."""
+    stop = StopRequest(setup.config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:
-        trained = _train_rounds(setup, recorder, stop, last_round + 1)
+        trained = _train_rounds(setup, recorder, stop, first_round)
         if recorder.rounds_done:
             save(setup, recorder, recorder.rounds_done)
             export(setup)
@@ -72,7 +78,6 @@ def _train(config: Config, world: World) -> str:
         stop.close()
         with suppress(OSError) if reason == "failed" else nullcontext():  # the first error says more
             recorder.end(reason)
-        setup.close()
     return reason
 
 
@@ -95,7 +100,7 @@ def _train_rounds(setup: Setup, recorder: RunRecorder, stop: StopRequest, first_
 def resume(setup: Setup) -> tuple[int, dict[int, int]]:
     """Load the last checkpoint: its round (0 without one), and the number of finished sessions of each later round.
 
-    The first rank looks, and no rank runs a session before it knows the result.
+    The first rank finds the checkpoint and broadcasts it before any rank starts a session.
     """
     state = None
     if setup.world.is_first:

@@ -34,7 +34,7 @@ from raggedright.report.events import (
     SamplesEvent,
     StartEvent,
     WarningEvent,
-    World,
+    WorldInfo,
     read_events,
 )
 from raggedright.report.run_numbers import (
@@ -94,7 +94,7 @@ class RunRecorder:
                 num_parameters=num_parameters,
                 resumed_from=self.rounds_done,
                 sessions_found=num_found,
-                world=World(dp=world.dp_size, device=world.device.type),
+                world=WorldInfo(dp=world.dp_size, device=world.device.type),
             )
         )
         self._warn(_missing_rounds(before, first_round))

@@ -85,7 +85,7 @@ def sample_round(
 def run_sessions(setup: Setup, round: int, tasks: Sequence[Task], on_done: OnDone | None = None) -> SessionTable:
     """Run this rank's share of the sessions on these tasks, except those that the store has; the table of all of them.
 
-    Shares follow the order of keys, so a rank runs sessions of the same prompts, which share their contexts.
+    Shares follow the order of keys, so a rank runs sessions of the same prompts, whose contexts share a prefix.
     """
     in_order = sorted(tasks, key=lambda task: task.uid)
     sessions = [(task, session) for task in in_order for session in range(setup.config.rollout.n)]
@@ -99,7 +99,7 @@ def train_round(setup: Setup, round: int, sampled: SampledPrompts, clock: Clock)
     with clock("store"):
         all_sessions = gather_round(world, sampled.rank_sessions, num_sessions=len(sampled.tasks) * config.rollout.n)
         table, skipped = split_round(all_sessions, sampled.skipped_prompts())
-    check_any(table)
+    check_learnable(table)
     with clock("plan"):
         plan = make_plan(table.rows, setup.layout(round))
         world.check_same(plan.digest(), f"the plan of round {round}")
@@ -134,7 +134,7 @@ def gather_round(world: World, rank_sessions: SessionTable, *, num_sessions: int
     return table
 
 
-def check_any(table: SessionTable) -> None:
+def check_learnable(table: SessionTable) -> None:
     """A TrainError if the round has nothing to learn from."""
     if table.failed.all():
         (prompt, session), first = next(iter(table.causes.items()))

@@ -48,7 +48,10 @@ class World:
         return self.dp_rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of a list that all ranks have. Neighbours stay together: sessions of a prompt share it."""
+        """This rank's part of a list that all ranks have.
+
+        Contiguous slices, so the sessions of a prompt stay on one rank and share prefix computation.
+        """
         first, last = (len(items) * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
         return items[first:last]
 

@@ -90,6 +90,18 @@ def test_a_round_that_is_run_again_goes_on_with_the_next_attempt():
     assert [each.key[1:] for each in recorded_sessions(store)] == [("a", 0, 0), ("a", 0, 1), ("b", 0, 0)]
 
 
+def test_attempts_of_an_interrupted_round_count_when_it_is_resumed():
+    async def fails(task, session):
+        raise ValueError(f"attempt {session.key.attempt}")
+
+    store = run(fails, sessions("a"))
+    make_runner(fails, attempts=3).run(store, round=1, sessions=sessions("ab"), resume=True)
+    assert [each.key[1:] for each in recorded_sessions(store)] == [
+        *(("a", 0, attempt) for attempt in range(3)),
+        *(("b", 0, attempt) for attempt in range(3)),
+    ]
+
+
 def test_a_blocked_agent_does_not_use_up_its_neighbours_time():
     async def agent(task, session):
         if task.uid == "blocks":
@@ -301,14 +313,10 @@ def test_no_sessions_are_no_work():
 
 
 def test_wrong_uses_are_told():
-    with pytest.raises(RaggedRightError, match="session a/0 is given twice"):
+    with pytest.raises(RaggedRightError, match="session a/0 is listed twice"):
         run(reply, sessions("aa"))
-    with pytest.raises(ConfigError, match=r"rollout\.timeout is 0; it is a positive number"):
-        settings(timeout=0)
-    with pytest.raises(ConfigError, match=r"rollout\.concurrency is 0"):
-        settings(concurrency=0)
-    with pytest.raises(ConfigError, match=r"rollout\.attempts is 0; it is an integer from 1"):
-        settings(attempts=0)
+    with pytest.raises(ConfigError, match=r"rollout\.max_row_tokens is 1"):
+        settings(max_row_tokens=1)
 
     async def inside():
         run(reply, sessions())

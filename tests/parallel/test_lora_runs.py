@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from peft import PeftModel
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from parallel.launch import launch

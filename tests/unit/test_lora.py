@@ -42,8 +42,8 @@ def config_of(**lora: object) -> Config:
 
 
 def adapted(name: str = "qwen3", dtype: str = "float32", *, seed: int = 0, **lora: Any) -> nn.Module:
-    model = load_model(name, dtype)
-    add_adapter(model, Lora(**({"rank": 4} | lora)), seed=seed)
+    model, settings = load_model(name, dtype), {"rank": 4, **lora}
+    add_adapter(model, Lora.model_validate(settings), seed=seed)
     return model
 
 
@@ -102,11 +102,10 @@ def test_a_resumed_run_keeps_its_adapter(change: dict[str, object]) -> None:
         ("qwen3", {"target_parameters": ["mlp.experts.down_proj"]}, r"no parameter was matched.*target_parameters"),
         ("qwen3-moe", {"target_modules": ["gate_proj"]}, "PEFT cannot adapt model type 'qwen3_moe'.*up_proj"),
         ("qwen3-moe", {"target_modules": ["q_proj", "w1"]}, "lora.target_modules has 'w1'"),
+        ("qwen3-moe", {"target_parameters": ["down_proj", "w2"]}, "lora.target_parameters has 'w2'"),
     ],
 )
-def test_targets_that_do_not_fit_the_model_are_refused_by_name(
-    name: str, lora: dict[str, object], message: str
-) -> None:
+def test_targets_that_do_not_fit_the_model_are_refused_by_name(name: str, lora: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         adapted(name, **lora)
 
@@ -182,8 +181,12 @@ def test_a_saved_adapter_on_the_base_gives_the_same_outputs(name: str, tmp_path:
 def test_experts_of_a_family_that_peft_does_not_know_are_adapted_by_name() -> None:
     """PEFT's all-linear adapts the fused experts and routers of Qwen3-MoE, and those of few other families."""
     assert any(name.endswith("mlp.experts") for name in lora_layers(adapted("qwen3-moe")))
-    only = adapted("qwen3-moe", target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    assert {name.rpartition(".")[2] for name in lora_layers(only)} == {"q_proj", "experts"}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    only = adapted("qwen3-moe", target_modules=["q_proj"], target_parameters=experts)
+    assert {name.rpartition("layers.0.")[2] for name in lora_layers(only) if "layers.0" in name} == {
+        "self_attn.q_proj", "mlp.experts", "mlp.experts.base_layer",
+    }  # fmt: skip
+    assert torch.equal(logits_of(only), logits_of(load_model("qwen3-moe", "float32")))
 
 
 def test_an_engine_with_a_copy_needs_the_adapter_and_not_the_base() -> None:

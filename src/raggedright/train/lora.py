@@ -83,8 +83,9 @@ def _check_targets(model: PreTrainedModel, lora: Lora, config: Any) -> None:
                 f"lora.target_modules hits {name}, the model's {part}, which cannot be adapted; leave {name} out of "
                 "it, or add it to lora.exclude_modules"
             )
-    # PEFT moves names of fused experts from target_modules to target_parameters.
-    hit = [f"{name}.{getattr(layer, 'parameter_name', '')}".rstrip(".") for name, layer in layers.items()]
+    # PEFT moves names of fused experts from target_modules to target_parameters, and nests a module's wrappers.
+    parts = [(name.replace(".base_layer", ""), getattr(layer, "parameter_name", "")) for name, layer in layers.items()]
+    hit = [".".join(filter(None, part)) for part in parts]
     for key, kept in (("target_modules", config.target_modules), ("target_parameters", config.target_parameters)):
         given = getattr(lora, key)
         for end in given if isinstance(given, list) else ():

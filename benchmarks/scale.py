@@ -26,7 +26,7 @@ from raggedright import Layout, Rows, close_ledger, make_plan
 from raggedright.plan.assign import lcm_multiple
 from raggedright.sessions import Session, SessionKey, SessionTable, Trajectory
 from raggedright.store.sqlite import SqliteStore
-from raggedright.train.passes import TokenTable
+from raggedright.train.passes import TokenValues
 
 ROOT = Path(__file__).parents[1]
 SIZES, DP_SIZES = (1_000, 16_000, 128_000, 1_000_000), (8, 64, 512, 4_096)
@@ -169,7 +169,7 @@ def _sessions(rows: Rows, ids: Callable[[int], np.ndarray]) -> Iterator[Session]
 
 def table_bytes(rows: Rows) -> float:
     """Bytes per response token in the sum that gives every rank the log-probs and masks of all rows."""
-    table = TokenTable(rows, ("response_mask", "old_log_probs"), torch.float32)
+    table = TokenValues(rows, ("response_mask", "old_log_probs"), torch.float32)
     return table._table.nbytes / int(rows.response_tokens.sum())
 
 

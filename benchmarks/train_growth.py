@@ -47,11 +47,11 @@ class Case:
 
 
 GROWTH = {
-    "rows a session": [Case(45, 8, rows, 8) for rows in (1, 2, 4, 8, 16, 32)],
+    "rows per session": [Case(45, 8, rows, 8) for rows in (1, 2, 4, 8, 16, 32)],
     "row length": [Case(3, 4, 1, tokens) for tokens in (16, 64, 256, 1_024, 4_096)],
     "prompts": [Case(prompts, 8, 2, 8) for prompts in (45, 90, 180, 360, 720, 1_440)],
 }
-VARIES = {"rows a session": "rows", "row length": "tokens", "prompts": "prompts"}
+VARIES = {"rows per session": "rows", "row length": "tokens", "prompts": "prompts"}
 
 
 def measure(cases: list[Case], work: Path) -> list[dict[str, float]]:

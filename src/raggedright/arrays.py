@@ -86,7 +86,7 @@ def starts_run(values: Ints) -> Bools:
     return differs
 
 
-def within(sizes: Ints) -> Ints:
+def index_in_run(sizes: Ints) -> Ints:
     """Position of each item within its run, for consecutive runs of these sizes."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 

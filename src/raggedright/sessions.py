@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raggedright.advantages import Scores
-from raggedright.arrays import Bools, Floats, Ints, Strings, mean_of, number_names, offsets, within
+from raggedright.arrays import Bools, Floats, Ints, Strings, index_in_run, mean_of, number_names, offsets
 from raggedright.errors import RaggedRightError
 from raggedright.rows import TOKEN_COUNTS, Rows
 
@@ -295,7 +295,7 @@ class SessionTable:
     def take(self, at: Ints) -> "SessionTable":
         """The sessions at these positions, in this order."""
         starts, counts = offsets(self.num_rows)[:-1][at], self.num_rows[at]
-        of_rows = np.repeat(starts, counts) + within(counts)
+        of_rows = np.repeat(starts, counts) + index_in_run(counts)
         return SessionTable(
             round=self.round,
             **{name: getattr(self, name)[at] for name in SESSION_COLUMNS},
@@ -323,7 +323,7 @@ class SessionTable:
         return Rows.from_columns(
             prompt=np.repeat(self.prompt, self.num_rows),
             session=np.repeat(self.session, self.num_rows),
-            trajectory=within(self.num_rows),
+            trajectory=index_in_run(self.num_rows),
             **{name: self.row_columns[name] for name in TOKEN_COUNTS},
         )
 
@@ -343,7 +343,7 @@ class SessionTable:
 
     def row_keys(self, at: Ints) -> list[RowKey]:
         """The keys of the rows at these positions."""
-        of_session, trajectory = self.session_of_row[at], within(self.num_rows)[at]
+        of_session, trajectory = self.session_of_row[at], index_in_run(self.num_rows)[at]
         columns = (self.prompt[of_session], self.session[of_session], self.attempt[of_session], trajectory)
         return [RowKey(self.round, *key) for key in zip(*(column.tolist() for column in columns), strict=True)]
 

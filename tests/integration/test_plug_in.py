@@ -153,6 +153,9 @@ def test_a_run_that_fails_before_its_first_round_closes_engine_and_store(tmp_pat
     with pytest.raises(RaggedRightError, match="rounds cannot be read"):
         train(tmp_path / "first", {"rollout": engine, "store": store})
     assert (engine_file.read_text(), store_file.read_text()) == ("closed", "closed")
+    with pytest.raises(ConfigError, match=r"store\.backend"):
+        train(tmp_path / "third", {"rollout": engine, "store": {"backend": f"{HERE}:not_a_store"}})
+    assert engine_file.read_text() == "closed"
     folder = write_run(tmp_path / "second", {"rollout": engine})
     (folder / "events.jsonl").write_text("damaged\n{}\n")
     with pytest.raises(RaggedRightError, match=r"events\.jsonl"):

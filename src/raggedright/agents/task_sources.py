@@ -102,7 +102,7 @@ class MadeTasks:
         self._task(0)
 
     def of_round(self, round: int, batch_size: int) -> list[Task]:
-        """Tasks number round * batch_size and on."""
+        """Tasks number round * batch_size and on; rounds count from 1, so the first batch_size tasks are never used."""
         return [self._task(round * batch_size + i) for i in range(batch_size)]
 
     def draw(self, start: int, count: int, *, batch_size: int, most: int) -> list[Task]:

@@ -219,7 +219,7 @@ class Config(BaseModel):
             return None
         return train.micro_batch_tokens or DEFAULT_TOKENS
 
-    def most_tokens(self, row_tokens: int) -> int:
+    def max_micro_batch_tokens(self, row_tokens: int) -> int:
         """The maximum tokens of a micro-batch of several rows, if a row has at most `row_tokens`."""
         if self.train.micro_batch_rows is not None:
             return self.train.micro_batch_rows * row_tokens

@@ -17,7 +17,7 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from raggedright.arrays import Ints, sum_by, within
+from raggedright.arrays import Ints, index_in_run, sum_by
 from raggedright.plan.packing import (
     bins_per_cell,
     cell_of_row,
@@ -90,7 +90,7 @@ def _place_in_bin(bins: Ints, in_bin: Ints) -> Ints:
     """How many rows of its bin come before each row."""
     order = np.argsort(bins, kind="stable")
     place = np.empty(len(bins), dtype=np.int64)
-    place[order] = within(in_bin)
+    place[order] = index_in_run(in_bin)
     return place
 
 

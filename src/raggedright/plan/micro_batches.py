@@ -8,7 +8,7 @@ prefix groups together if that takes less time, waiting included, than rows spre
 
 import numpy as np
 
-from raggedright.arrays import Ints, max_by, sum_by, within
+from raggedright.arrays import Ints, index_in_run, max_by, sum_by
 from raggedright.plan import packing
 from raggedright.plan.layout import Layout
 from raggedright.plan.level import MANY_SLOTS, level, sort_bins, split_bins
@@ -64,7 +64,7 @@ def spread(
 
     All micro-batches of a cell form one slot; with `width`, those of a single cell form slots of `width` (see `level`).
     """
-    bins = np.where(num_bins[cell_of_row(counts)] == 1, 0, within(counts))
+    bins = np.where(num_bins[cell_of_row(counts)] == 1, 0, index_in_run(counts))
     cells = np.flatnonzero((counts > num_bins) & (num_bins > 1))
     if len(cells) == 0:
         return bins

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from raggedright.arrays import Ints, max_by, offsets, starts_run, sum_by, within
+from raggedright.arrays import Ints, index_in_run, max_by, offsets, starts_run, sum_by
 
 # The search for a tighter packing than first-fit-decreasing's is limited to a few milliseconds.
 SEARCH_MAX_ROWS = 256
@@ -33,7 +33,7 @@ def cell_of_row(counts: Ints) -> Ints:
 def rows_of_cells(counts: Ints, cells: Ints) -> Ints:
     """Positions of the rows of these cells."""
     starts = np.cumsum(counts) - counts
-    return np.repeat(starts[cells], counts[cells]) + within(counts[cells])
+    return np.repeat(starts[cells], counts[cells]) + index_in_run(counts[cells])
 
 
 def split_cells(values: Ints, counts: Ints) -> list[Ints]:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raggedright.arrays import Ints, within
+from raggedright.arrays import Ints, index_in_run
 from raggedright.errors import RowsError
 from raggedright.plan.layout import Collate
 from raggedright.rows import Rows
@@ -131,7 +131,7 @@ class Collator:
         flat = torch.cat((_token_ids(rows, fields), *filler_ids))
         sizes = np.append(rows.tokens, [len(ids) for ids in filler_ids]).astype(np.int64)
         response_starts = np.cumsum(sizes)[: len(rows)] - response  # in `flat`
-        in_response = within(response)
+        in_response = index_in_run(response)
         if self.how == "tree":
             _check_tree_rows(rows, fields)
             inputs, place = self._tree_inputs(flat, sizes, np.append(response, [0] * len(fillers)))
@@ -198,7 +198,7 @@ class Collator:
         self, flat: Tensor, sizes: Ints, lengths: Ints, fields: Sequence[Fields], starts: Ints, shape: tuple[int, int]
     ) -> dict[str, Tensor]:
         ids = torch.full(shape, self.token_id)
-        ids.view(-1)[torch.from_numpy(np.repeat(starts, sizes) + within(sizes))] = flat
+        ids.view(-1)[torch.from_numpy(np.repeat(starts, sizes) + index_in_run(sizes))] = flat
         inputs = {"input_ids": ids}
         rows = slice(shape[0] if self.how == "padded" else None)  # without a filler at the end of another row
         if self.how == "padded":
@@ -208,13 +208,13 @@ class Collator:
         elif self.how == "padded":
             inputs["position_ids"] = torch.arange(shape[1]) * inputs["attention_mask"]
         else:
-            inputs["position_ids"] = torch.from_numpy(within(lengths))[None]
+            inputs["position_ids"] = torch.from_numpy(index_in_run(lengths))[None]
         return inputs | _media(fields)
 
     def _tree_inputs(self, flat: Tensor, sizes: Ints, response: Ints) -> tuple[dict[str, Tensor], Ints]:
         """The rows' prefix trees as a rectangle, and the place in it of each row's tokens except the last."""
         kept = sizes - (response > 0)
-        ids = flat.numpy()[within(sizes) < np.repeat(kept, sizes)]
+        ids = flat.numpy()[index_in_run(sizes) < np.repeat(kept, sizes)]
         trees = PrefixTrees.of(ids, kept, even_tokens=self.even_tokens, token_id=self.token_id)
         inputs = {
             "input_ids": torch.from_numpy(trees.ids),
@@ -310,7 +310,7 @@ def _routing(
         return None, None
     at = np.array([*recorded])
     sizes = np.array([len(experts) for experts in recorded.values()])
-    place = torch.from_numpy(np.repeat(starts[at], sizes) + within(sizes))
+    place = torch.from_numpy(np.repeat(starts[at], sizes) + index_in_run(sizes))
     experts = torch.cat([*recorded.values()])
     routing = torch.full((shape.numel(), *experts.shape[1:]), NOT_ROUTED, dtype=torch.long)
     routing[place] = experts.long()

@@ -1,7 +1,8 @@
 """The only module that calls a model in training: log-probs, entropy and values of a micro-batch's response tokens.
 
 The cache is always off, a packed micro-batch never has a mask, and a tree has a mask with four dims. With a cache, or
-with a mask of ones, transformers would treat a pack as one long sequence: wrong by nats, without an error.
+with a mask of ones, transformers would treat a pack as one long sequence: log-probs would be wrong by several nats,
+silently.
 """
 
 import inspect

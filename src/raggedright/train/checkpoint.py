@@ -41,7 +41,7 @@ CHECKPOINTS_FOLDER, STATE_FILE, NEW = "checkpoints", "state.json", ".new"
 _NAME = re.compile(r"round-(\d{6,})")
 
 
-class State(BaseModel):
+class CheckpointState(BaseModel):
     """The contents of `state.json`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -70,12 +70,12 @@ def last_checkpoint(run_folder: Path) -> tuple[int, Path] | None:
     return next(reversed(checkpoints(run_folder)), None)
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> CheckpointState:
     """The state of a checkpoint; a TrainError if it is not as it was written, or not that of the folder's round."""
     if not (folder / STATE_FILE).is_file():
         raise _refusal(folder, f"it has no {STATE_FILE}")
     try:
-        state = State.model_validate_json((folder / STATE_FILE).read_bytes())
+        state = CheckpointState.model_validate_json((folder / STATE_FILE).read_bytes())
     except (OSError, ValidationError) as error:
         raise _refusal(folder, _state_cause(error)) from None
     if state.state_sha256 != state.digest():
@@ -85,7 +85,7 @@ def read_state(folder: Path) -> State:
     return state
 
 
-def check_files(folder: Path) -> State:
+def check_files(folder: Path) -> CheckpointState:
     """Compare a checkpoint with what was written and with the run; a TrainError names the file that differs."""
     state, run_folder = read_state(folder), folder.parent.parent
     if (run_folder / RUN_ID_FILE).exists() and (run := run_id(run_folder)) != state.run:
@@ -224,7 +224,7 @@ def _finish(setup: Setup, new: Path, done: Path, round: int) -> None:
     digests = {path.name: file_digest(path) for path in sorted(new.iterdir())}
     for name in digests:
         sync(new / name)
-    state = State(
+    state = CheckpointState(
         round=round,
         run=run_id(setup.config.out),
         optimizer_steps=steps,

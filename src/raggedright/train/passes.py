@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raggedright.agents.vision import MEDIA
-from raggedright.arrays import Ints, within
+from raggedright.arrays import Ints, index_in_run
 from raggedright.config.schema import Config
 from raggedright.plan.planner import Plan
 from raggedright.rows import Rows
@@ -25,7 +25,7 @@ from raggedright.tensors.row_schema import Fields, infer_schema
 from raggedright.tensors.tensor_batch import TensorBatch
 from raggedright.train.lora import adapter_off
 from raggedright.train.setup import Setup
-from raggedright.train.token_advantages import Flat
+from raggedright.train.token_advantages import TokenVector
 from raggedright.train.update import add_metrics, mixed_precision, replaying, sum_metrics, temperature_fields
 from raggedright.train.world import TrainError, World
 
@@ -35,7 +35,7 @@ MODEL_FIELDS = (*TOKEN_FIELDS, "position_ids", "routed_experts")  # what the mod
 def read_batch(setup: Setup, table: SessionTable, plan: Plan) -> TensorBatch:
     """The tensors of this rank's rows, read from the store, with the plan's padding rows after them."""
     rows, positions = table.rows, rank_positions(plan, setup.world.dp_rank)
-    if not len(positions):  # a rank without a row still needs one, as a model for its padding rows
+    if not len(positions):  # a rank without a row still needs one, as a template for its padding rows
         positions = np.arange(min(len(rows), 1))
     fields: list[Fields] = [{}] * len(rows)
     extra: dict[str, dict[int, Tensor]] = {name: {} for name in sorted(table.extra_fields) if _is_per_token(name)}
@@ -75,7 +75,7 @@ def _is_per_token(name: str) -> bool:
     return name not in MODEL_FIELDS and not name.startswith(f"{MEDIA}.")
 
 
-def _flat_field(rows: Rows, name: str, by_row: Mapping[int, Tensor], config: Config) -> Flat:
+def _flat_field(rows: Rows, name: str, by_row: Mapping[int, Tensor], config: Config) -> TokenVector:
     """A field over the response tokens of all rows; 0 where a row does not have it or belongs to another rank."""
     flat = torch.zeros(int(rows.response_tokens.sum()), dtype=_float_type(config))
     parts = flat.split(rows.response_tokens.tolist())
@@ -95,13 +95,13 @@ def _float_type(config: Config) -> torch.dtype:
 
 
 @torch.no_grad()
-def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat], dict[str, float]]:
-    """Masks, old and reference log-probs and values of all rows; and how far training is from the rollout."""
+def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, TokenVector], dict[str, float]]:
+    """Masks, old and reference log-probs and values of all rows, and the off-policy metrics."""
     config, world, plan = setup.config, setup.world, batch.plan
     names = ["response_mask", "old_log_probs"]
     names += ["ref_log_probs"] if setup.reference is not None else []
     names += ["values"] if setup.critic else []
-    table = TokenTable(plan.rows, names, _float_type(config))
+    table = TokenValues(plan.rows, names, _float_type(config))
     has_loss = (batch.rows.loss_tokens > 0) & ~batch.rows.is_padding
     row_weights = torch.from_numpy(has_loss / max(has_loss.sum(), 1))
     totals: dict[str, Tensor] = {}
@@ -127,11 +127,11 @@ def run_forward_passes(setup: Setup, batch: TensorBatch) -> tuple[dict[str, Flat
                     micro = micro.to(world.device)
                     table.fill(position, micro, {"values": forward_values(setup.critic.model, micro)})
     off_policy = sum_metrics(world, [totals])
-    return table.exchange(world), {name: float(value) for name, value in off_policy.items()}
+    return table.sum_over_ranks(world), {name: float(value) for name, value in off_policy.items()}
 
 
-class TokenTable:
-    """Numbers of every response token of a round's real rows; a rank fills in its own rows, `exchange` the others."""
+class TokenValues:
+    """Numbers of every response token of a round's real rows; a rank fills in its own, `sum_over_ranks` the others."""
 
     def __init__(self, rows: Rows, names: Sequence[str], dtype: torch.dtype) -> None:
         self._num_rows = len(rows)
@@ -144,11 +144,11 @@ class TokenTable:
         tokens = np.array(micro.response_tokens, dtype=np.int64)
         is_real = np.repeat(position < self._num_rows, tokens)
         starts = self._starts[np.minimum(position, self._num_rows - 1)]
-        place = torch.from_numpy((np.repeat(starts, tokens) + within(tokens))[is_real])
+        place = torch.from_numpy((np.repeat(starts, tokens) + index_in_run(tokens))[is_real])
         for name, values in flat.items():
             kept = values.cpu()[torch.from_numpy(is_real)]
             self._table[self._names.index(name), place] = kept.to(self._table.dtype)
 
-    def exchange(self, world: World) -> dict[str, Flat]:
+    def sum_over_ranks(self, world: World) -> dict[str, TokenVector]:
         """The numbers of all rows, by name."""
         return dict(zip(self._names, world.sum(self._table.to(world.device)).cpu(), strict=True))

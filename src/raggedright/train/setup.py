@@ -11,6 +11,7 @@ Engines and stores are plug-ins. `rollout.engine` is "local" or "module:attribut
 import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ SHIPPED_ENGINES = {"local": "raggedright.rollout.local_engine:LocalEngine"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreContext:
-    """What a store of the user's is made with, on every rank."""
+    """What a user-defined store is made with, on every rank."""
 
     folder: Path  # the run folder, which all ranks share
     run: str  # an id that stays the same when the run is resumed
@@ -96,8 +97,8 @@ class Setup:
 
     def close(self) -> None:
         """Release engine and store."""
-        self.engine.close()
-        self.store.close()
+        with closing(self.store):
+            self.engine.close()
 
     def publish_weights(self, version: int) -> None:
         """Give the engine the actor's weights."""
@@ -107,6 +108,13 @@ class Setup:
 
 def set_up(config: Config, world: World) -> Setup:
     """Make everything; every rank makes the same, except for its shard of a sharded model."""
+    with ExitStack() as on_error:
+        setup = _set_up(config, world, on_error)
+        on_error.pop_all()
+    return setup
+
+
+def _set_up(config: Config, world: World, on_error: ExitStack) -> Setup:
     tokenizer = load_tokenizer(config.model)
     agent = load_agent(config.agent.name, config.agent.options)
     prompts, eval_tasks = load_prompts(config)
@@ -135,6 +143,7 @@ def set_up(config: Config, world: World) -> Setup:
             routers=find_routers(full_model) if experts else None,
         ),
     )
+    on_error.callback(engine.close)
     filler = image_filler(actor.config) if vision else None
     collator = Collator(
         how=config.train.collate,
@@ -152,7 +161,7 @@ def set_up(config: Config, world: World) -> Setup:
         check_packs,
         collator=collator,
         row_tokens=settings.max_row_tokens,
-        micro_batch_tokens=config.most_tokens(settings.max_row_tokens),
+        micro_batch_tokens=config.max_micro_batch_tokens(settings.max_row_tokens),
         micro_batch_rows=config.train.micro_batch_rows,
     )
     with mixed_precision(config.model, world):
@@ -242,7 +251,7 @@ def make_engine(config: Config, context: EngineContext) -> Engine:
 
 
 def find_store(config: Config) -> Callable[..., object] | None:
-    """The callable that opens a store of the user's, if the config names one; a ConfigError for a wrong option."""
+    """The callable that opens a user-defined store, if the config names one; a ConfigError for a wrong option."""
     store = config.store
     if ":" not in store.backend:
         if store.options:
@@ -297,7 +306,7 @@ def open_queue(config: Config, *, run: str, attach: bool, timeout: float) -> "Tr
 def run_id(folder: Path) -> str:
     """The id of the run in a folder, made at the first call: rows of another run are refused by it."""
     file = folder / RUN_ID_FILE
-    check_kind(file)  # reading a named pipe would wait for ever
+    check_kind(file)  # reading a named pipe would block forever
     if not file.exists():
         write_file(file, f"{uuid4().hex}\n".encode())
     text = file.read_text(errors="replace").strip()

@@ -19,25 +19,26 @@ from raggedright.sessions import SessionTable
 from raggedright.tensors.gae import gae, whiten
 from raggedright.tensors.losses import kl_estimate
 
-Flat = Tensor  # over the response tokens of a round's real rows, row after row
+TokenVector = Tensor
+"""One value per response token of a round's real rows: those of row 0, then those of row 1, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
     """Per response token of the real rows; `returns` only with a critic."""
 
-    advantages: Flat
-    returns: Flat | None
+    advantages: TokenVector
+    returns: TokenVector | None
     metrics: dict[str, float]
 
 
 def token_advantages(
-    config: Config, table: SessionTable, scores: Scores, tokens: Mapping[str, Flat]
+    config: Config, table: SessionTable, scores: Scores, tokens: Mapping[str, TokenVector]
 ) -> TokenAdvantages:
     """The advantages of a round; `tokens` has masks, old log-probs, and reference log-probs and values where used."""
     algorithm, mask = config.algorithm, tokens["response_mask"].bool()
     metrics: dict[str, float] = {}
-    penalty: Flat | None = None
+    penalty: TokenVector | None = None
     if config.reference.kl == "reward":
         penalty = _penalty(config, tokens, mask)
         metrics["actor/reward_kl_penalty"] = float(penalty.sum()) / max(1, int(mask.sum()))
@@ -60,7 +61,7 @@ def token_advantages(
     return TokenAdvantages(advantages, None, metrics | _token_means({"critic/advantages": advantages}, mask))
 
 
-def token_rewards(table: SessionTable, mask: Flat, penalty: Flat | None) -> Flat:
+def token_rewards(table: SessionTable, mask: TokenVector, penalty: TokenVector | None) -> TokenVector:
     """Each row's reward, or its session's score, on the last loss token of the row, minus the penalty of each token."""
     row_reward = table.row_columns["reward"]
     reward = np.where(np.isnan(row_reward), table.score[table.session_of_row], row_reward)
@@ -73,13 +74,13 @@ def token_rewards(table: SessionTable, mask: Flat, penalty: Flat | None) -> Flat
     return rewards if penalty is None else rewards - penalty
 
 
-def _penalty(config: Config, tokens: Mapping[str, Flat], mask: Flat) -> Flat:
+def _penalty(config: Config, tokens: Mapping[str, TokenVector], mask: TokenVector) -> TokenVector:
     """coef x KL of each loss token, zero elsewhere."""
     log_ratio = torch.where(mask, tokens["old_log_probs"].double() - tokens["ref_log_probs"].double(), 0.0)
     return config.reference.coef * kl_estimate(log_ratio, config.reference.estimator)
 
 
-def _minus_penalty(scores: Scores, table: SessionTable, penalty: Flat) -> Scores:
+def _minus_penalty(scores: Scores, table: SessionTable, penalty: TokenVector) -> Scores:
     """Each session's score minus the penalties of all its rows."""
     rows = table.rows
     session_of_token = np.repeat(rows.session_index, rows.response_tokens)
@@ -91,7 +92,7 @@ def _minus_penalty(scores: Scores, table: SessionTable, penalty: Flat) -> Scores
     return Scores.from_columns(prompt=scores.prompt, session=scores.session, score=reduced)
 
 
-def _check_size(table: SessionTable, *flats: Flat) -> None:
+def _check_size(table: SessionTable, *flats: TokenVector) -> None:
     """Refuse advantages and returns that overflow float32, whose loss and gradient would be infinite."""
     for flat in flats:
         small = flat.abs() <= torch.finfo(torch.float32).max
@@ -104,7 +105,7 @@ def _check_size(table: SessionTable, *flats: Flat) -> None:
             )
 
 
-def _token_means(named: Mapping[str, Flat], mask: Flat) -> dict[str, float]:
+def _token_means(named: Mapping[str, TokenVector], mask: TokenVector) -> dict[str, float]:
     """Mean over the loss tokens of the round."""
     num_tokens = max(1, int(mask.sum()))
     return {f"{name}/mean": float(flat.double()[mask].sum()) / num_tokens for name, flat in named.items()}

@@ -22,7 +22,7 @@ from raggedright.tensors.tensor_batch import TensorBatch
 from raggedright.train.passes import read_batch, run_forward_passes
 from raggedright.train.round_prompts import SampledPrompts, split_round
 from raggedright.train.setup import Setup
-from raggedright.train.token_advantages import Flat, TokenAdvantages, token_advantages
+from raggedright.train.token_advantages import TokenAdvantages, TokenVector, token_advantages
 from raggedright.train.update import actor_fields, actor_loss, critic_loss, train_role
 from raggedright.train.world import TrainError, World
 
@@ -36,7 +36,7 @@ class RoundResult:
     table: SessionTable  # those that were trained on: with dynamic sampling a part of `sampled`
     plan: Plan
     ledger: Ledger
-    advantages: Flat
+    advantages: TokenVector
     metrics: dict[str, float]
     seconds: dict[str, float]
 
@@ -151,7 +151,7 @@ def check_learnable(table: SessionTable) -> None:
         )
 
 
-def _with_targets(batch: TensorBatch, tokens: Mapping[str, Flat], advantages: TokenAdvantages) -> TensorBatch:
+def _with_targets(batch: TensorBatch, tokens: Mapping[str, TokenVector], advantages: TokenAdvantages) -> TensorBatch:
     """The batch with everything that the losses need."""
     targets = {name: flat for name, flat in tokens.items() if name != "response_mask"}
     targets["advantages"] = advantages.advantages

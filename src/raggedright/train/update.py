@@ -4,7 +4,7 @@ A rank runs its micro-batches of a step; gradients and metrics are summed over m
 Then the gradient is clipped and AdamW takes a step at the schedule's learning rate. A step without a loss token touches
 neither model nor optimizer, and the schedule still advances.
 
-The schedule is a function of the share of the run that is done, so its length is the true number of optimizer steps
+The schedule is a function of the share of the run that is complete, so its length is the true number of optimizer steps
 whatever the row counts are; under align lcm, where a round has as many steps as its rows need, it advances by the same
 share every round. Routers of a mixture of experts replay what the rollout recorded, in the actor only: reference and
 critic are other models and route as they are.
@@ -34,7 +34,7 @@ from raggedright.tensors.routing import Routers, balance_loss, count_experts, fi
 from raggedright.tensors.tensor_batch import TensorBatch
 from raggedright.train.world import TrainError, World
 
-Loss = Callable[[MicroBatch, float], Sums]  # of a micro-batch, at this share of the run
+Loss = Callable[[MicroBatch, float], Sums]  # of a micro-batch, at this fraction of the training run
 
 # These metrics carry the objective's weights and are means over steps; all others are means over loss tokens.
 OBJECTIVES = ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/balance_loss", "critic/vf_loss")
@@ -60,8 +60,8 @@ class Learner:
             **self.kernel,
         )
 
-    def step(self, done: float) -> dict[str, float]:
-        """Take a step with the accumulated gradients and clear them; `done` is the share of the run after it."""
+    def step(self, progress: float) -> dict[str, float]:
+        """Take a step with the accumulated gradients and clear them; `progress` is the share of the run after it."""
         vectors = join_gradients(self._parameters)
         for vector in vectors:
             self.world.sum(vector)
@@ -71,7 +71,7 @@ class Learner:
                 f"{self.name}, optimizer step {self.num_steps + 1}: the gradient's norm is {norm}, so the step was not "
                 "taken; lower the learning rate, or look for a reward or a log-prob that is out of bounds"
             )
-        lr = self.settings.lr * schedule(self.settings, done)
+        lr = self.settings.lr * schedule(self.settings, progress)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -102,11 +102,11 @@ def _norm(vectors: Sequence[Tensor]) -> float:
     return math.hypot(*norms)
 
 
-def schedule(settings: Optimizer, done: float) -> float:
-    """The learning rate as a fraction of `lr` in the step after which `done` of the run is done (0 < done <= 1)."""
-    if done < settings.warmup:
-        return done / settings.warmup
-    left = (1 - done) / (1 - settings.warmup) if settings.warmup < 1 else 1.0
+def schedule(settings: Optimizer, progress: float) -> float:
+    """The learning rate as a fraction of `lr`; `progress` is the share of the run after the step, above 0."""
+    if progress < settings.warmup:
+        return progress / settings.warmup
+    left = (1 - progress) / (1 - settings.warmup) if settings.warmup < 1 else 1.0
     match settings.decay:
         case "none":
             return 1.0
@@ -128,7 +128,7 @@ def actor_loss(config: Config, learner: Learner) -> Loss:
     algorithm, reference = config.algorithm, config.reference
     temperature, learns_entropy = config.rollout.temperature, algorithm.entropy_coef != 0
 
-    def loss(micro: MicroBatch, done: float) -> Sums:
+    def loss(micro: MicroBatch, progress: float) -> Sums:
         outputs = forward_log_probs(
             learner.model, micro, temperature=temperature_of(micro, temperature), entropy_graph=learns_entropy
         )
@@ -145,7 +145,7 @@ def actor_loss(config: Config, learner: Learner) -> Loss:
         bonus = entropy_loss(outputs.entropy, micro.weights)
         total, metrics = policy.loss, policy.metrics | bonus.metrics
         if learns_entropy:
-            total = total - algorithm.entropy_coef * schedule(config.optimizer, done) * bonus.loss
+            total = total - algorithm.entropy_coef * schedule(config.optimizer, progress) * bonus.loss
         if reference.kl == "loss":
             kl = kl_loss(outputs.log_probs, micro.fields["ref_log_probs"], micro.weights, kind=reference.estimator)
             total, metrics = total + reference.coef * kl.loss, metrics | kl.metrics
@@ -168,7 +168,7 @@ def temperature_fields(batch: TensorBatch) -> tuple[str, ...]:
 def critic_loss(config: Config, learner: Learner) -> Loss:
     """The value loss."""
 
-    def loss(micro: MicroBatch, done: float) -> Sums:
+    def loss(micro: MicroBatch, progress: float) -> Sums:
         values = forward_values(learner.model, micro)
         old, returns = micro.fields["values"], micro.fields["returns"]
         return value_loss(values, old, returns, micro.weights, clip=config.critic.value_clip)
@@ -239,18 +239,18 @@ def train_role(
     for number, step in enumerate(steps, 1):
         if step.skipped:
             continue
-        done = (round - 1 - rounds_before + number / len(steps)) / (config.train.rounds - rounds_before)
+        progress = (round - 1 - rounds_before + number / len(steps)) / (config.train.rounds - rounds_before)
         totals: dict[str, Tensor] = {}
         for _, micro in batch.micro_batches(step, world.dp_rank, fields):
             micro = micro.to(world.device)
             with replaying(experts, micro) as logits:
                 with mixed_precision(config.model, world):
-                    sums = loss(micro, done)
+                    sums = loss(micro, progress)
                 if experts and counts is not None:
                     sums = experts.with_balance(sums, logits, micro, counts[number - 1])
                 sums.loss.backward()
             add_metrics(totals, sums.metrics)
-        for name, value in learner.step(done).items():
+        for name, value in learner.step(progress).items():
             optimizer_metrics.setdefault(name, []).append(value)
         step_sums.append(totals)
         step_tokens.append(int(batch.rows.loss_tokens[step.row].sum()))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from parallel.launch import launch
 from parallel.test_resume import train_until
-from parallel.whole_runs import EXPERTS, adapter_of, distance, train_one, weights_of, write_run
+from parallel.whole_runs import BASE, EXPERTS, adapter_of, distance, train_one, weights_of, write_run
 from raggedright.config import load_config
 from raggedright.store.sqlite import SqliteStore
 from raggedright.train import loop
@@ -97,12 +97,15 @@ def test_a_run_goes_on_sharded_over_two_ranks(monkeypatch: pytest.MonkeyPatch, w
     assert distance(weights_of(folder), weights_of(whole)) < 1e-9
 
 
-def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(whole: Path):
-    checkpoint = last_checkpoint(whole)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(tmp_path: Path, tied: bool):
+    """Tied weights have two names, of which torch knows only one as frozen."""
+    folder = trained(tmp_path / "run", {"model": {"made": {**BASE["model"]["made"], "tie_word_embeddings": tied}}})
+    checkpoint = last_checkpoint(folder)
     assert checkpoint is not None
     names = list(FileSystemReader(checkpoint[1]).read_metadata().state_dict_metadata)
     models = [name for name in names if name.startswith("actor model.")]
-    assert len(models) == len(adapter_of(whole)) == 28
+    assert len(models) == len(adapter_of(folder)) == 28
     assert all("lora_" in name or "param_groups" in name for name in names)
 
 

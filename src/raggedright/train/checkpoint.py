@@ -183,7 +183,7 @@ def load_checkpoint(setup: Setup, folder: Path, optimizer_steps: Mapping[str, in
             learner.optimizer,
             model_state_dict=model,
             optim_state_dict=cast(OptimizerStateType, optimizer),
-            options=_options(setup),
+            options=StateDictOptions(strict=not setup.config.has_adapter),
         )
         learner.num_steps = optimizer_steps[learner.name]
 
@@ -200,14 +200,13 @@ def _learners(setup: Setup) -> list[Learner]:
 def _states(setup: Setup) -> dict[str, Any]:
     states = {}
     for learner in _learners(setup):
-        model, optimizer = get_state_dict(learner.model, learner.optimizer, options=_options(setup))
+        model, optimizer = get_state_dict(learner.model, learner.optimizer)
+        if setup.config.has_adapter:  # under every name: torch's ignore_frozen_params keeps tied weights
+            parameters = learner.model.named_parameters(remove_duplicate=False)
+            frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+            model = {name: weight for name, weight in model.items() if name not in frozen}
         states |= {f"{learner.name} model": model, f"{learner.name} optimizer": optimizer}
     return states
-
-
-def _options(setup: Setup) -> StateDictOptions:
-    """Of an actor with an adapter, only the adapter is written and loaded."""
-    return StateDictOptions(ignore_frozen_params=setup.config.has_adapter, strict=not setup.config.has_adapter)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ column that the option of that name says. In a config:
 
 The reward is "module:function", which takes (task, text of the reply) and returns a number or an awaitable of one, or
 "reasoning_gym": the verifier of the task's dataset. `answer` says which part of a reply it gets: "whole", "last_line",
-or "tag", the text between the last <answer> and </answer>. `chat_template_kwargs` are settings of the tokenizer's chat
-template, such as { enable_thinking = false }. A template that takes no system message gets it in the user's.
+or "tag", the text between the last <answer> and </answer>. `examples` are pairs of a question and a reply that come
+before the task. `chat_template_kwargs` are settings of the tokenizer's chat template, such as { enable_thinking =
+false }. A template that takes no system message gets it in the user's.
 """
 
 import re
@@ -36,17 +37,19 @@ class Chat:
         reward: str,
         answer: str = "whole",
         system: str = "",
+        examples: Sequence[Sequence[str]] = (),
         column: str = "",
         max_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self._reward = Reward(reward, answer)
-        self._system, self._column = system, column
+        self._system, self._examples, self._column = system, example_turns(examples), column
         self._max_tokens, self._template = max_tokens, chat_template_kwargs
 
     async def __call__(self, task: Task, session: Session) -> float:
         """One trajectory with one reply."""
-        messages = opening(session, self._system, task_messages(task, self._column), self._template)
+        messages = [*self._examples, *task_messages(task, self._column)]
+        messages = opening(session, self._system, messages, self._template)
         trajectory = session.trajectory(messages, chat_template_kwargs=self._template)
         reply = await trajectory.generate(max_tokens=self._max_tokens)
         return await self._reward(task, session, reply.text)
@@ -87,6 +90,17 @@ def _tag(reply: str) -> str:
 
 
 _ANSWERS: Mapping[str, Callable[[str], str]] = {"whole": str, "last_line": _last_line, "tag": _tag}
+
+
+def example_turns(examples: Sequence[Sequence[str]]) -> list[Message]:
+    """Turns of a user and an assistant that come before the task, from pairs of texts."""
+    turns: list[Message] = []
+    for i, pair in enumerate(examples):
+        is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise ConfigError(f"agent.options.examples: number {i} is {pair!r:.60}; give pairs of question and reply")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
 
 
 def task_messages(task: Task, column: str = "") -> list[Message]:

@@ -7,12 +7,13 @@ In a config:
 
 `step` is a "module:function" that gets (task, messages so far, which end with the model's reply) and returns the next
 user's text, or None if the chat is over; it may be async. Without one there is one reply. The reward is that of the
-last reply, as for `chat`; so are `answer`, `system`, `column` and `chat_template_kwargs`.
+last reply, as for `chat`; so are `answer`, `system`, `examples`, `column` and `chat_template_kwargs`.
 
 Before a text that would pass `context_tokens`, the model is asked for a summary. The fresh trajectory has the system
-message, the task, the summary and that text. A text that does not fit even then, such as a long task, is read piece by
-piece: each piece with the summary so far, each in a trajectory of its own that ends with the next summary. A task that
-is read in this way is not repeated. With `document`, the column of that name is read after the task, which is repeated.
+message, the examples, the task, the summary and that text. A text that does not fit even then, such as a long task, is
+read piece by piece: each piece with the summary so far, each in a trajectory of its own that ends with the next
+summary. A task that is read in this way is not repeated. With `document`, the column of that name is read after the
+task, which is repeated.
 
 Invariants: no trajectory has more than `context_tokens` tokens; a summary is generated once, so its tokens carry loss
 in one trajectory, and are part of the prompt of the next; messages alternate between user and assistant.
@@ -25,7 +26,7 @@ from types import MappingProxyType
 from typing import cast
 
 from raggedright.agents.agent_session import Session, Task
-from raggedright.agents.chat import Reward, opening, task_messages
+from raggedright.agents.chat import Reward, example_turns, opening, task_messages
 from raggedright.agents.tokens import Message
 from raggedright.agents.trajectory import Trajectory
 from raggedright.errors import ConfigError
@@ -35,7 +36,8 @@ SUMMARY_REQUEST = (
     "Stop here: more follows, and this conversation is not kept. Write a short summary of everything that is needed to "
     "continue, and nothing else."
 )
-SUMMARY = "Summary of the conversation so far:"
+SUMMARY = "Summary so far:"
+LEAST_PIECE = 8  # tokens of a text that a context must have room for next to two full summaries
 
 Step = Callable[[Task, Sequence[Message]], str | Awaitable[str | None] | None]
 
@@ -49,6 +51,7 @@ class CompactingChat:
         reward: str,
         answer: str = "whole",
         system: str = "",
+        examples: Sequence[Sequence[str]] = (),
         column: str = "",
         document: str = "",
         step: str = "",
@@ -59,7 +62,8 @@ class CompactingChat:
         summary_request: str = SUMMARY_REQUEST,
         chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        self.system, self.column, self.document = system, column, document
+        self.system, self.examples = system, example_turns(examples)
+        self.column, self.document = column, document
         self.max_steps, self.max_tokens, self.context_tokens = max_steps, max_tokens, context_tokens
         self.summary_tokens, self.summary_request = summary_tokens, summary_request
         self.template = chat_template_kwargs
@@ -107,7 +111,7 @@ class _Contexts:
     """The trajectories of one session: each has a part of the chat, and all but the last end with a summary."""
 
     def __init__(self, agent: CompactingChat, task: Task, session: Session, messages: Sequence[Message]) -> None:
-        *self._before, last = messages
+        *self._before, last = [*agent.examples, *messages]
         if last.get("role") != "user" or not isinstance(last.get("content"), str):
             raise ValueError(f"task {task.uid} ends with {last!r:.60}; its last message must be a user's text")
         self._agent, self._task, self._session = agent, task, session
@@ -190,6 +194,7 @@ class _Contexts:
 
     def _cut(self, text: str) -> tuple[str, str]:
         """The longest beginning of a text that a context with a summary after it can have, and the rest."""
+        self._check_room()
         room = self._limit - self._agent.summary_tokens
         words = [match.end() for match in re.finditer(r"\S+\s*", text)]
         parts_of_word = [*range(1, words[0] if words else 0)]
@@ -201,11 +206,21 @@ class _Contexts:
                 low, high = (middle, high) if fits else (low, middle - 1)
             if low:
                 return text[: ends[low - 1]].rstrip(), text[ends[low - 1] :]
-        needed = self._count("", self._agent.summary_request)
-        raise ValueError(
-            f"the messages, a summary and the request for the next take {needed} tokens and leave no room for the text "
-            f"of the task: a context has {self._limit:,}, {self._agent.summary_tokens} of them for a summary; raise "
-            "agent.options.context_tokens, or lower max_tokens or summary_tokens"
+        raise self._too_small(self._count("", self._agent.summary_request) + self._agent.summary_tokens)
+
+    def _check_room(self) -> None:
+        """A ValueError if a summary of full length would leave no room, so that it fails every session, or none."""
+        summary, self._summary = self._summary, ""
+        needed = self._count("", self._agent.summary_request) + 2 * self._agent.summary_tokens
+        self._summary = summary
+        if needed + LEAST_PIECE > self._limit:
+            raise self._too_small(needed)
+
+    def _too_small(self, needed: int) -> ValueError:
+        return ValueError(
+            f"a context has {self._limit:,} tokens, and its messages, the summary so far and the next one take "
+            f"{needed:,}, so the task cannot be read in pieces; raise agent.options.context_tokens (and "
+            "rollout.max_row_tokens), or lower agent.options.summary_tokens"
         )
 
 

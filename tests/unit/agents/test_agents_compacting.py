@@ -1,6 +1,7 @@
 """The chat that compacts its context: limits, summaries, steps and pieces, with three kinds of chat templates."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from raggedright.agents.chat import Chat
 from raggedright.agents.compacting_chat import SUMMARY, CompactingChat
 from raggedright.agents.load_agent import load_agent
 from raggedright.agents.runner import Runner
+from raggedright.config import load_config
 from raggedright.errors import ConfigError
 from raggedright.rollout.engine import EngineContext, Sampling
 from raggedright.rollout.local_engine import LocalEngine
 from raggedright.store.memory import MemoryStore
+from raggedright.train.launch import check_plugins
+from raggedright.train.round_prompts import load_prompts
 from recorded import recorded_sessions
 from unit.agents.scripted import ScriptEngine, causes, rows, run, settings
 from unit.agents.test_agents_chat import CHAT, ids, tool_tokenizer
@@ -381,3 +385,42 @@ def test_counting_tokens_says_what_a_trajectory_will_have_and_changes_nothing():
     assert not causes(store)
     (entry,) = recorded_sessions(store)
     assert seen == [(entry.trajectories[0].prompt_tokens, len(ids("Is it?")), seen[0][2], len(ids("and")))]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_examples_are_earlier_turns_of_every_trajectory(template):
+    shown = {"examples": [["1 2", "3"]], "system": "Add."}
+    store, _ = play(["9"] * 40, {"question": NUMBERS, "answer": "?"}, template, **shown)
+    assert not causes(store)
+    found = texts(store)
+    assert len(found) > 2
+    plain = Chat(reward=f"{HERE}:exact", **shown)
+    task = Task(uid="p", data={"question": "4", "answer": "?"})
+    engine, tokenizer = ScriptEngine(ids("4<|im_end|>")), tokenizer_of(template)
+    (single,) = texts(run(plain, [(task, 0)], engine=engine, tokenizer=tokenizer, sampling=STOP, max_row_tokens=2_000))
+    beginning = single[: single.index("3<|im_end|>")]
+    assert "Add." in beginning
+    assert all(text.startswith(beginning) for text in found)
+    assert not any("3<|im_end|>" in text for text in trained(store))
+
+
+@pytest.mark.parametrize("examples", [["1 2"], [["1 2"]], [["1", "2", "3"]], [["1", 2]]])
+def test_examples_that_are_no_pairs_are_told(examples):
+    with pytest.raises(ConfigError, match=r"agent\.options\.examples: number 0 is"):
+        load_agent("chat", {"reward": f"{HERE}:exact", "examples": examples})
+
+
+def test_a_context_without_room_for_two_summaries_fails_before_it_reads_a_piece():
+    """Whether a session fails must not depend on the length of the summaries that it writes."""
+    for replies in (["x"] * 40, ["long words " * 9] * 40):
+        store, engine = play(replies, {"question": NUMBERS, "answer": "?"}, context_tokens=70, summary_tokens=30)
+        assert "agent.options.context_tokens" in causes(store)["p", 0, 0]
+        assert not engine.requests
+
+
+def test_the_config_of_the_example_has_tasks_and_an_agent():
+    config = load_config(Path(__file__).parents[3] / "configs" / "reasoning_gym.toml")
+    check_plugins(config)
+    prompts, eval_tasks = load_prompts(config)
+    questions = [{task.data["question"] for task in tasks.of_round(1, 32)} for tasks in (prompts.tasks, eval_tasks)]
+    assert not questions[0] & questions[1]

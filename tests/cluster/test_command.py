@@ -92,6 +92,7 @@ def test_a_part_of_ray_that_is_killed_is_started_again_and_costs_no_bit(
     (config.out / "go").touch()
     out, err = end(process, 400)
     assert process.returncode == 0, err
+    assert "\x1b" not in out + err  # Ray colours what its raylet says
     assert words in out
     assert "starting the driver again (1 of 1 restarts)" in out
     assert "found the checkpoint of round 1" in out

@@ -66,3 +66,21 @@ def test_of_ranks_that_fail_together_the_nearest_cause_is_told():
     assert rank_failure_text({0: waited}).startswith("rank 0: RuntimeError: Connection closed by peer")
     away = WorkerHealthCheckFailedError("health check", ActorUnavailableError("RpcError: failed to connect", None))
     assert rank_failure_text({0: waited, 1: away}) == "rank 1 died: its process or its node cannot be reached any more"
+
+
+@pytest.mark.filterwarnings("ignore::Warning:ray")
+def test_a_rank_that_died_ends_the_run_with_how_to_resume_it(tmp_path: Path):
+    from ray.exceptions import RayActorError
+    from ray.train import WorkerGroupError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    from raggedright.store.session_store import StoreError
+    from raggedright.train.ray_driver import _run_error
+
+    config = make_run(tmp_path / "run")
+    died: Exception = WorkerHealthCheckFailedError(
+        "health check", RayActorError(error_msg="because its node has died.")
+    )
+    assert "run the same command again" in str(_run_error(config, WorkerGroupError("", {1: died})))
+    ours = StoreError("the disk is full; make room, then run the same command again")
+    assert str(_run_error(config, WorkerGroupError("", {0: ours, 1: died}))).count("run the same command again") == 1

@@ -95,6 +95,8 @@ def _run_driver_once(config: Config) -> str | None:
 def driver_main() -> int:
     """The program of the driver's process; an error goes to the file that the command named."""
     end_with_launcher()
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours what its raylet says, in a pipe, too
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         launch_on_ray(load_config(folder / CONFIG_FILE, {"out": folder}))
@@ -207,7 +209,9 @@ def _rank_environment() -> dict[str, str]:
 def _run_error(config: Config, error: TrainingFailedError) -> TrainError:
     """The error of a run that Ray Train gave up."""
     if isinstance(error, WorkerGroupError):
-        return TrainError(rank_failure_text(error.worker_failures))
+        is_ours = any(isinstance(each, RaggedRightError) for each in error.worker_failures.values())
+        resume = "" if is_ours else "; run the same command again to resume"  # our own errors have their remedy
+        return TrainError(f"{rank_failure_text(error.worker_failures)}{resume}")
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, WorkerGroupStartupTimeoutError):
         parallel = config.parallel

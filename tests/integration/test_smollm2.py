@@ -54,14 +54,26 @@ def model_folder() -> Path:
     return ROOT / path
 
 
+def train(folder: Path, **changes: object) -> Run:
+    """One round, with further keys, whose sections are before two underscores."""
+    keys = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
+    options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    done = start("-m", "raggedright", "train", str(CONFIG), "--out", str(folder), *options)
+    assert done.returncode == 0, done.stderr
+    return Run(folder, done.stdout, done.stderr)
+
+
 @pytest.fixture(scope="module")
 def run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("smollm2") / "run"
-    options = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
-    done = start("-m", "raggedright", "train", str(CONFIG), "--out", str(folder), *options)
-    assert done.returncode == 0, done.stderr
-    yield Run(folder, done.stdout, done.stderr)
+    yield train(folder)
     shutil.rmtree(folder)  # 2 GB
+
+
+def round_metrics(run: Run) -> dict[str, float]:
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "round"]
+    return event["metrics"]
 
 
 def loaded(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -192,3 +204,42 @@ def test_a_chat_with_tools_has_the_tokens_of_the_template_and_those_that_were_sa
     assert tokenizer.decode(second["input_ids"]) == whole
     at = second["response_mask"].index(0)
     assert second["input_ids"][-len(second["response_mask"]) :][: at - 1] == sampled
+
+
+def test_recomputed_activations_give_the_same_gradient(run: Run, tmp_path: Path) -> None:
+    recomputed = train(tmp_path / "run", model__activation_checkpointing="true")
+    ours, plain = round_metrics(recomputed), round_metrics(run)
+    assert ours["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+    assert ours["actor/entropy"] == pytest.approx(plain["actor/entropy"], rel=1e-5)
+    shutil.rmtree(tmp_path)
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(run: Run, tmp_path: Path) -> None:
+    """The rollout computes in float32, so `rollout_corr/kl` shows the rounding of the training passes."""
+    mixed = train(tmp_path / "run", model__compute_dtype="bfloat16")
+    ours, plain = round_metrics(mixed), round_metrics(run)
+    assert 0 < abs(ours["rollout_corr/kl"]) < 0.05
+    assert ours["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.5)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(each) for each in (run.folder / "model", tmp_path / "run/model")
+    )
+    assert {p.dtype for p in after.parameters()} == {torch.float32}
+    moved = [float((a - b).abs().max()) for a, b in zip(after.parameters(), before.parameters(), strict=True)]
+    assert 0 < max(moved) < 1e-3  # the steps are small, and were not lost in the rounding of bfloat16
+    shutil.rmtree(tmp_path)
+
+
+def test_an_adapter_trains_and_its_checkpoint_has_nothing_of_the_base(tmp_path: Path, model_folder: Path) -> None:
+    adapted = train(tmp_path / "run", lora__rank=8, reference__kl="loss")
+    metrics = round_metrics(adapted)
+    assert 0 < metrics["actor/grad_norm"] < 1e3
+    assert abs(metrics["actor/kl_loss"]) < 1e-6  # the reference is the base, where the only step begins
+    files = (adapted.folder / "checkpoints" / "round-000001").rglob("*")
+    assert sum(path.stat().st_size for path in files) < 60e6
+    base, merged = (AutoModelForCausalLM.from_pretrained(each) for each in (model_folder, adapted.folder / "model"))
+    changed = [
+        name for (name, a), b in zip(base.named_parameters(), merged.parameters(), strict=True) if (a != b).any()
+    ]
+    assert changed
+    assert all(".layers." in name for name in changed)
+    shutil.rmtree(tmp_path)

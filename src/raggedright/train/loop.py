@@ -65,7 +65,7 @@ def _train(config: Config, world: World) -> str:
 
 
 def _run(setup: Setup, recorder: RunRecorder, first_round: int) -> str:
-    """Train the rounds, then save; the recorder is told how that ended."""
+    """Train the rounds, then save; the last event says how that ended."""
     stop = StopRequest(setup.config.out, lambda: setup.runner.cancel(record=False))
     reason = "failed"
     try:

@@ -70,13 +70,20 @@ class Reward:
             self._function = cast(Callable[[Task, str], float], function)
 
     async def __call__(self, task: Task, session: Session, reply: str) -> float:
-        """The reward; a verifier also reports whether there was an answer, and whether it is fully right."""
+        """The reward; a verifier also reports whether there was an answer, and whether it is fully right.
+
+        An answer on which the verifier fails scores 0 and is counted as `verifier_failed`.
+        """
         answer = self._answer(reply)
         if self._function is not None:
             reward = self._function(task, answer)
             return await reward if isawaitable(reward) else reward
-        score = gym_tasks.verify(task, answer.strip())
-        session.report(exact_match=float(score >= 1), answered=float(bool(answer.strip())))
+        score, failed = 0.0, 0.0
+        try:
+            score = gym_tasks.verify(task, answer.strip())
+        except gym_tasks.VerifierError:
+            failed = 1.0
+        session.report(exact_match=float(score >= 1), answered=float(bool(answer.strip())), verifier_failed=failed)
         return score
 
 

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from raggedright.agents.agent_session import Task
-from raggedright.errors import ConfigError, install_hint
+from raggedright.errors import ConfigError, RaggedRightError, install_hint
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -36,6 +36,10 @@ NAME = "reasoning_gym"
 HELD_OUT = 8  # one in so many questions is for evaluations only
 TRIES = 128  # tasks that are made until one is in the right part
 FROM_THE_RUN = ("seed", "size")
+
+
+class VerifierError(RaggedRightError):
+    """A verifier failed on an answer."""
 
 
 class GymTasks:
@@ -85,7 +89,7 @@ def is_held_out(question: str) -> bool:
 
 
 def verify(task: Task, answer: str | None) -> float:
-    """The score of an answer by the verifier of the dataset that the task is from; 0 if the verifier fails on it."""
+    """The score of an answer by the verifier of the dataset that the task is from; a VerifierError if that fails."""
     metadata = task.data.get("metadata")
     source = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
     options = task.data.get(NAME, {"dataset": source})
@@ -97,8 +101,10 @@ def verify(task: Task, answer: str | None) -> float:
     dataset = _dataset(json.dumps(dict(options)), 0)
     try:
         return float(dataset.score_answer(answer, dict(task.data)))
-    except Exception:  # some verifiers raise on text that they cannot parse, and a model may write anything
-        return 0.0
+    except Exception as error:  # some verifiers raise on text that they cannot parse, and a model may write anything
+        raise VerifierError(
+            f"task {task.uid}: reasoning_gym's {options['dataset']} cannot score {answer!r:.60}"
+        ) from error
 
 
 def _check_options(options: Mapping[str, object], key: str) -> None:

@@ -10,7 +10,7 @@ from reasoning_gym.factory import create_dataset
 
 from raggedright.agents import gym_tasks
 from raggedright.agents.agent_session import Task
-from raggedright.agents.gym_tasks import is_held_out, verify
+from raggedright.agents.gym_tasks import VerifierError, is_held_out, verify
 from raggedright.agents.task_sources import load_tasks
 from raggedright.errors import ConfigError
 
@@ -113,6 +113,12 @@ def test_a_verifier_scores_with_the_options_of_its_task():
     assert verify(task, right) == 1
     assert 0 < verify(task, f"The answer is {right}.") < 1
     assert verify(task, "no") == verify(task, None) == verify(task, "") == 0
+
+
+def test_an_answer_on_which_a_verifier_fails_is_named():
+    task = Task(uid="7", data=create_dataset("prime_factorization", seed=1)[0])
+    with pytest.raises(VerifierError, match=r"task 7: .*prime_factorization"):
+        verify(task, "two times three")
 
 
 def test_a_file_of_reasoning_gyms_entries_can_be_verified_without_options():
